@@ -37,7 +37,7 @@ class SourceOptions(Options):
     """Every setting of one kind of source."""
 
     kind: ClassVar[str]  # The name of its source
-    spark_names: ClassVar[Mapping[str, str]] = {}  # Options of Spark that have another name than their setting
+    spark_names: ClassVar[Mapping[str, str]] = {}  # Options of Spark whose name differs from their setting's
     spark_hidden: ClassVar[Mapping[str, Mapping[str, str]]] = {}
     """Switches that are no options of Spark: other words, and what they say of other settings."""
 
@@ -260,7 +260,6 @@ def _others() -> dict[str, EntryPoint]:
 
 
 def source_names() -> list[str]:
-    """All that are known."""
     return sorted({*_OURS, *_others()})
 
 
@@ -275,7 +274,6 @@ def find_source(name: str) -> type[Source]:
 
 
 def find_options(name: str) -> type[SourceOptions]:
-    """The settings of the source of that name."""
     found = _OURS.get(_DETECTORS.get(name, name))
     options: type[SourceOptions] = resolve_name(found[1]) if found else find_source(name).options_type
     return options

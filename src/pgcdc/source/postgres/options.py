@@ -23,7 +23,7 @@ _SINCE = {"messages": 14, "binary": 14, "two_phase": 15, "origin": 16}
 
 
 def check_slot_name(name: str) -> None:
-    """Raise ConfigError unless PostgreSQL takes this name."""
+    """Raise ConfigError unless PostgreSQL accepts this name."""
     if not re.fullmatch(r"[a-z0-9_]{1,63}", name):
         raise ConfigError(f"{name!r} is not a slot name", "Use up to 63 lower-case letters, digits and underscores")
 
@@ -61,13 +61,13 @@ class WireOptions(Options):
 
     @property
     def streams(self) -> bool:
-        """Whether large transactions are asked for while they run. By default not with `messages`: the server does not say
-        to which subtransaction a message in such a transaction belongs, so one that was rolled back to a savepoint cannot be
-        told from one that was committed."""
+        """Whether to request large transactions while they run. Not by default with `messages`: the server does not say
+        which subtransaction a message in such a transaction belongs to, so messages of a rolled-back savepoint look
+        committed."""
         return not self.messages if self.streaming is None else self.streaming
 
     def check_server(self, server_version: int) -> None:
-        """Raise unless a server of this version (as `server_version_num`) can do that."""
+        """Raise unless a server of this version (`server_version_num`) supports these options."""
         check_age(server_version)
         major = server_version // 10000
         for name, since in _SINCE.items():
@@ -78,7 +78,7 @@ class WireOptions(Options):
                 )
 
     def check_slot(self, name: str, two_phase: bool) -> None:
-        """Raise unless a slot that exists (`two_phase`: and decodes prepared transactions) can do that."""
+        """Raise unless an existing slot (`two_phase`: it decodes prepared transactions) supports these options."""
         if self.two_phase and not two_phase:
             raise SourceError(
                 f"slot {name!r} was made without two-phase decoding (pg_replication_slots.two_phase)",
@@ -97,7 +97,7 @@ class ToastOptions(Options):
 
     @property
     def effective_toast(self) -> str:
-        """What becomes of long values, said in either way."""
+        """How long values are handled, from either setting."""
         return "cache" if self.toast_cache else self.toast
 
 
@@ -156,7 +156,7 @@ class PostgresOptions(SourceOptions, Selection, WireOptions, ToastOptions):
         return self if self.db else self.but(db=os.environ.get("PGCDC_DB", ""))
 
     def require_db(self) -> str:
-        """The database of a query, which has to be given by now."""
+        """The database URL, which is required by now."""
         if not self.db:
             raise ConfigError(
                 "no database is given on this host",
@@ -185,19 +185,19 @@ class PostgresOptions(SourceOptions, Selection, WireOptions, ToastOptions):
 
     @property
     def publications(self) -> tuple[str, ...]:
-        """The names of those that a new slot reads."""
+        """The names of a new slot's publications."""
         if self.publication and self.uses_existing:
             return (self.publication,)
         return pair_of(self.publication or self.slot_name)
 
     @property
     def has_selection(self) -> bool:
-        """Whether it says what to capture at all."""
+        """Whether it selects any tables."""
         return bool(self.publication) or self.names_tables
 
     @property
     def effective_snapshot_mode(self) -> str:
-        """What was said; or else a new slot gets the existing rows, if it can be known which they are."""
+        """The given mode; by default a new slot gets the existing rows, if it is known which they are."""
         given = self.snapshot_mode or ("initial" if self.snapshot_first else None)
         return given or ("never" if self.temporary_slot or self.start_from else "initial")
 
@@ -207,7 +207,6 @@ class PostgresOptions(SourceOptions, Selection, WireOptions, ToastOptions):
         return self.effective_snapshot_mode == "initial_only"
 
     def conflicts(self) -> Iterator[Conflict]:
-        """What cannot go together."""
         yield from self._alias_conflicts()
         yield from self._slot_conflicts()
         yield from self._snapshot_conflicts()
@@ -237,7 +236,7 @@ class PostgresOptions(SourceOptions, Selection, WireOptions, ToastOptions):
             )
 
     def _alias_conflicts(self) -> Iterator[Conflict]:
-        """A flag that says a setting in other words, and the setting itself."""
+        """A flag and its alias, both given."""
         for alias, meaning in self.spark_hidden.items():
             for name, value in meaning.items():
                 said, given, flag = getattr(self, alias), getattr(self, name), f"--{name.replace('_', '-')}"
@@ -248,7 +247,7 @@ class PostgresOptions(SourceOptions, Selection, WireOptions, ToastOptions):
                     yield Conflict((alias,), f"{alias} is off and {flag} is {value}", "Leave one of them out")
 
     def _slot_conflicts(self) -> Iterator[Conflict]:
-        """The manual's flags for what we always do may be given, but not denied."""
+        """The manual's flags for what we always do are accepted, but cannot be false."""
         if self.persistent_slot is False and not self.temporary_slot:
             yield Conflict(
                 ("persistent_slot",),

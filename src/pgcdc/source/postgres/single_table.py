@@ -1,4 +1,4 @@
-"""One table: its columns as the catalog has them now and as the changes of a slot have them, and its rows, by COPY."""
+"""One table: its columns in the current catalog and in the changes of a slot, and its rows, by COPY."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _GENERATED = {"": "", "s": "in the stream only with --generated-columns", "v": "
 
 @dataclass(frozen=True, slots=True)
 class ColumnDescription:
-    """A column of a table as it is now: what `pgcdc describe` says about it."""
+    """A column of `pgcdc describe`."""
 
     column: str
     pg_type: str  # As the database writes it: `numeric(12,2)`
@@ -53,13 +53,12 @@ class ColumnDescription:
 
 @explain_errors("read the columns of the table")
 def read_table_columns(conn: Connection, table: Table | str) -> list[TableColumn]:
-    """The live columns of a table, in their order. SourceError if it does not exist, or is none that can be captured."""
+    """The live columns of a table, in order. SourceError if it does not exist or cannot be captured."""
     found = table if isinstance(table, Table) else find_table(read_tables(conn), table, "--table")
     return read_columns(conn, [found.oid]).get(found.oid, [])
 
 
 def typed(column: TableColumn, catalog: TypeCatalog, types: TypeOptions) -> TypedColumn:
-    """What becomes of a column."""
     made = map_type(catalog, column.type_oid, column.typmod, column.ndims, types)
     return TypedColumn(column.name, column.type_oid, column.typmod, made)
 
@@ -67,7 +66,6 @@ def typed(column: TableColumn, catalog: TypeCatalog, types: TypeOptions) -> Type
 def describe(
     columns: list[TableColumn], catalog: TypeCatalog, types: TypeOptions, spark_name: Callable[[pa.DataType], str]
 ) -> list[ColumnDescription]:
-    """What becomes of these columns."""
     return [
         ColumnDescription(
             one.name,
@@ -86,7 +84,7 @@ def describe(
 def describe_table(
     url: str, table: str, types: TypeOptions, spark_name: Callable[[pa.DataType], str]
 ) -> list[ColumnDescription]:
-    """The columns of a table as it is now, and what becomes of them. Spark's types have the names of `spark_name`."""
+    """A table's current columns, and their types in Spark, named by `spark_name`."""
     with connect(url, application_name="pgcdc describe", may_retry=False) as conn:
         return describe(read_table_columns(conn, table), TypeCatalog.load(conn), types, spark_name)
 
@@ -95,7 +93,6 @@ def describe_table(
 
 
 def typed_columns(options: PostgresOptions, identity: Identity | None, wanted: ColumnsQuery) -> tuple[TypedColumn, ...]:
-    """As `Source.typed_columns` says."""
     with connect(options.require_db(), may_retry=False) as sql:
         change, live = wanted.change, list[TableColumn]()
         try:
@@ -136,7 +133,7 @@ def _published(
     table: tuple[str, str],
     live: list[TableColumn],
 ) -> list[TableColumn]:
-    """The columns that the publications send, or will send when they are made."""
+    """The columns that the publications send, or will send once created."""
     if identity is not None or options.uses_existing:
         known = SlotDetails.of(identity).names if identity is not None else ()
         for one in read_published(sql, known or options.publications):
@@ -150,7 +147,6 @@ def _published(
 
 @explain_errors("read the published tables")
 def check_captured(url: str, identity: Identity, table: str, *, zset: bool) -> None:
-    """As `Source.check_captured` says."""
     namespace, name = split_table(table)
     with connect(url) as sql:
         rows = sql.execute(
@@ -173,7 +169,7 @@ def check_captured(url: str, identity: Identity, table: str, *, zset: bool) -> N
 
 
 def _partitioned(table: Table) -> SourceError:
-    """Our publications send the changes of partitions under the names of these."""
+    """Our publications send the changes of partitions under the partitions' names."""
     return SourceError(
         f"table {table.name} is partitioned, and its changes come under the names of its partitions",
         f"Run: CREATE PUBLICATION p FOR TABLE {table.sql} WITH (publish_via_partition_root); "
@@ -183,7 +179,7 @@ def _partitioned(table: Table) -> SourceError:
 
 @explain_errors("read the replica identity")
 def _check_identity(sql: Connection, namespace: str, name: str) -> None:
-    """A Z-set takes old rows back: the server has to send them."""
+    """A Z-set retracts old rows: the server must send them."""
     rows = sql.execute(
         "SELECT n.nspname::text, c.relname::text FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace "
         "WHERE c.relreplident <> 'f' AND c.relkind = 'r' AND (c.oid = to_regclass(%s) OR c.oid IN "
@@ -204,10 +200,8 @@ def _check_identity(sql: Connection, namespace: str, name: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ChunkPart:
-    """What one task reads."""
-
     chunks: list[Chunk]
-    held: HeldSnapshot | None = None  # None: one task reads everything, so that its own snapshot is as good
+    held: HeldSnapshot | None = None  # None: one task reads everything, in its own snapshot
 
 
 def find_rows(options: PostgresOptions, name: str, types: TypeOptions) -> PostgresRows:
@@ -225,14 +219,13 @@ def find_rows(options: PostgresOptions, name: str, types: TypeOptions) -> Postgr
 class PostgresRows:
     """A table as it is now, as `source.protocol.TableRows` says."""
 
-    options: PostgresOptions  # As they were given: what is a secret is taken from the environment, on each host
+    options: PostgresOptions  # As given: secrets come from the environment, on each host
     table: Table
     columns: tuple[TypedColumn, ...]
     key: tuple[str, ...]
 
     @property
     def title(self) -> str:
-        """What it is, for people."""
         return f"table {self.table.name}"
 
     def plan(self, names: list[str], wanted: RowsOptions, watch_pid: int) -> list[ChunkPart]:
@@ -244,7 +237,7 @@ class PostgresRows:
             count = wanted.partitions or choose_count(table_bytes(conn, self.table), os.cpu_count() or 1)
             if count == 1 and not wanted.held:
                 return [ChunkPart([whole_table(self.table)])]
-            # What is planned before the snapshot must be true in it: else it would lack rows without anybody noticing.
+            # What was planned before the snapshot must hold in it: otherwise rows would be missing unnoticed.
             files = wanted.files or files_text(conn, self.table)
             chunks = plan_chunks(conn, self.table, count=count)
             if wanted.held:
@@ -280,7 +273,7 @@ class PostgresRows:
 
 
 def choose_count(nbytes: int, cores: int) -> int:
-    """How many tasks read so much: enough for small results of each, and for all cores if there is enough for them."""
+    """How many tasks to use: enough for small results of each, and for all cores if there is enough to read."""
     return max(1, -(-nbytes // PARTITION_BYTES), min(cores, nbytes // SMALL_PARTITION_BYTES))
 
 

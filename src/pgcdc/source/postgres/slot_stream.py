@@ -1,9 +1,6 @@
-"""The changes of a slot: from its replication stream and its tables to batches for the spool.
-
-One object, no threads: the replication socket, an ordinary connection that notices a shutdown of the server, and the
-processes that read snapshots. The order of what comes out is the order of the spool: changes of the stream, and rows of
-snapshots between them, each where it was released.
-"""
+"""The changes of a slot: from its replication stream and its tables to batches for the spool. One object, no threads: the
+replication socket, an ordinary connection that notices a server shutdown, and the processes that read snapshots. Output is
+in spool order: changes of the stream, and snapshot rows between them, each where it was released."""
 
 from __future__ import annotations
 
@@ -54,7 +51,7 @@ class PostgresStream:
         publications = self._publications = SlotDetails.of(identity).names
         self._consumers = consumers
         self._relations = spool.relations
-        self._end = spool.end  # Where what was handed out ends: as the spool
+        self._end = spool.end  # The end of what was handed out: as in the spool
         self._name = f"pgcdc {identity.instance}"
         self._selector = selectors.DefaultSelector()
         self._snapshots = Snapshots(options, publications, state, consumers.base, f"{self._name} chunks")
@@ -76,7 +73,7 @@ class PostgresStream:
         self._sql_fd = self._stream_fd = -1
         self._pieces: Iterator[CaptureBatch] | None = None  # What is being handed out
         self._unspooled: CaptureBatch | None = None
-        """Read, but not handed out: the connection was lost while the catalog was asked about its shapes."""
+        """Read, but not handed out: the connection was lost while asking the catalog about its shapes."""
         self._busy_since: float | None = None
         self._target_lsn, self._check_due, self._target_due = 0, 0.0, 0.0
         self.phase = "starting"
@@ -91,7 +88,7 @@ class PostgresStream:
 
     @property
     def _is_waiting_for_rows(self) -> bool:
-        """Whether the initial snapshot comes first, and is under way."""
+        """Whether the initial snapshot comes first, and is running."""
         return self._snapshots.holds_stream and self._sql is not None
 
     def fileno(self) -> int:
@@ -119,7 +116,7 @@ class PostgresStream:
         return 0.0
 
     def _wait_for_slot(self, error: SlotBusy) -> float:
-        """A slot that is still held by our own walsender (we crashed) is free at the latest after wal_sender_timeout."""
+        """A slot still held by our own walsender (we crashed) is free after wal_sender_timeout at the latest."""
         now = time.monotonic()
         self._busy_since = self._busy_since or now
         assert self._sql is not None
@@ -149,13 +146,13 @@ class PostgresStream:
         self._selector.close()
 
     def _watch_sql(self) -> None:
-        """The ordinary connection spoke without being asked: the server is shutting down, or it is gone."""
+        """Unexpected input on the ordinary connection: the server is shutting down or gone."""
         assert self._sql is not None
         with lost_on_error():
             self._sql.pgconn.consume_input()
 
     def _listen(self, may_read: bool) -> None:
-        """Hear what was said; the stream's socket only while it is read."""
+        """Watch the sockets; the stream's only while it is read."""
         if not self._capture.is_connected or not may_read:
             self._unregister_stream()
         elif self._stream_fd < 0:
@@ -196,9 +193,9 @@ class PostgresStream:
         return None
 
     def _begin(self, may_read: bool, drain: bool) -> bool:
-        """Choose what comes next; False if nothing is here."""
+        """Choose what comes next; False if nothing is available."""
         if self._to_replay and self._sql is not None and self._to_replay[0].follows(self._end):
-            # What was released behind the very end of the spool needs no batch of the stream to come first.
+            # A release right behind the spool's end needs no batch of the stream first.
             self._pieces = self._released()
             return True
         self.is_drained = True
@@ -220,7 +217,7 @@ class PostgresStream:
         return True
 
     def _split(self, batch: CaptureBatch) -> Iterator[CaptureBatch]:
-        """What of a batch stands before the next release, and the release. The rest of the batch comes next."""
+        """The part of a batch before the next release, and the release. The rest comes next."""
         before, rest = split_batch(batch, self._to_replay[0].commit)
         if before is not None:
             yield from self._finish(before)
@@ -232,13 +229,12 @@ class PostgresStream:
         self._unspooled = None
 
     def _released(self) -> Iterator[CaptureBatch]:
-        """The rows of the next release."""
         for batch in self._releases.batches(self._to_replay[0], self._relations):
             yield from self._finish(batch)
         self._to_replay.popleft()
 
     def _finish(self, batch: CaptureBatch) -> Iterator[CaptureBatch]:
-        """The batch as it goes to the spool. ConnectionLost: it may come again."""
+        """The batch for the spool. ConnectionLost: it may come again."""
         assert self._sql is not None
         self._shapes.observe(batch, self._sql)
         yield from self._toast.resolve(batch, self._sql)
@@ -259,14 +255,13 @@ class PostgresStream:
         if release is not None:
             self._to_replay.append(release)
             self.is_drained = False
-        # What somebody waits for, or was put behind an idle position: do not wait for the next report of progress.
+        # Somebody waits for it, or it was put behind an idle position: do not wait for the next report of progress.
         replayed = self._to_replay[-1].commit if self._to_replay else 0
         self._aim_at(max(self._beside.target_lsn, needed, replayed))
         rest_s = TARGET_POLL_S if self._is_behind_target or self._snapshots.is_first else 0.5
         return min(self._capture.keep_alive(), rest_s, max(self._beside.due_s(), 0.01))
 
     def _check_slot(self) -> None:
-        """Stop if slot or publication are not as we left them."""
         assert self._sql is not None
         self._guard.check(self._sql)
         reads_added = self._options.effective_snapshot_mode in ("initial", "always")
@@ -278,11 +273,11 @@ class PostgresStream:
         return self._target_lsn > self._capture.handed_out_lsn
 
     def _aim_at(self, lsn: int) -> None:
-        """Progress up to here is reported at once."""
+        """Report progress up to here at once."""
         self._target_lsn = self._capture.target_lsn = max(self._target_lsn, lsn)
 
     def target(self) -> int:
-        """The WAL flush position of now."""
+        """The current WAL flush position."""
         if self._sql is None:
             raise ConnectionLost("the server is not connected")
         with lost_on_error():
@@ -292,7 +287,7 @@ class PostgresStream:
         return self._target_lsn
 
     def clock(self) -> tuple[int, int]:
-        """The last reading that is reached; the next one is on its way."""
+        """The last reading that was reached; requests the next one."""
         self._clock.see(self._capture.handed_out_lsn)
         if self._sql is not None:
             with lost_on_error():

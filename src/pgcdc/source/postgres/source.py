@@ -1,4 +1,4 @@
-"""PostgreSQL as a source. Whoever needs only its settings does not load this."""
+"""PostgreSQL as a source. Code that only needs its settings does not load this."""
 
 from __future__ import annotations
 

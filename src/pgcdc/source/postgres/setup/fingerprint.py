@@ -1,11 +1,11 @@
 """What must stay the same in the publications for the stream to have no gap.
 
-A row of `pg_publication_rel` is never updated: a table that is taken out of a publication and put back, or that gets
-another row filter or column list, has a new row with a new oid. So the oids of the rows tell whether a table was a member
-all the time, in the same way. (`pg_publication_namespace`, for schemas, is the same.) Reading them is one light query.
+A row of `pg_publication_rel` is never updated: a table that is removed and added again, or gets another row filter or column
+list, has a new row with a new oid. So these oids tell whether a table was a member all the time, in the same way
+(`pg_publication_namespace`, for schemas, likewise). Reading them is one light query.
 
-A table that does not exist any more has no changes to miss. But if another table has its name now, whoever named the table
-means that one. So the names of the members are kept too, those of dropped tables until they come back.
+A dropped table has no changes to miss. But if another table now has its name, the user means that one. So the names of
+members are kept too, those of dropped tables until they come back.
 """
 
 from __future__ import annotations
@@ -23,25 +23,24 @@ from pgcdc.source.postgres.options import PostgresOptions
 Fingerprint = list[dict[str, Any]]  # One entry for each publication, as JSON
 
 OWNED = "managed by pgcdc for slot "
-"""What our publications have as their comment, before the name of the slot: its pipeline alone may alter them."""
+"""The comment of our publications, before the slot's name: only its pipeline may alter them."""
 OPERATIONS = ("insert", "update", "delete", "truncate")
 SCHEMAS_SINCE = 150000
 
 
 @dataclass(frozen=True, slots=True)
 class SlotDetails:
-    """What an identity says of a slot that nobody else reads."""
+    """An identity's details of a slot that nobody else reads."""
 
     timeline: int
-    publications: Fingerprint  # As they were when we looked last, to notice when they are dropped or narrowed
-    asked: dict[str, Any]
-    """Which tables were asked for at the last start: a selection, which names none if the publication is the user's."""
+    publications: Fingerprint  # At our last look, to notice when they are dropped or narrowed
+    asked: dict[str, Any]  # The selection at the last start; it names no tables if the publication is the user's
     planned: Fingerprint | None = None
-    """What we are just making: after a crash, the publications are as in `publications` or as here."""
+    """What we are about to make: after a crash the publications match `publications` or this."""
 
     @classmethod
     def of(cls, identity: Identity) -> SlotDetails:
-        """The details of this identity. Raises GapError for that of another source."""
+        """The details of this identity. Raises GapError for another source's."""
         if identity.kind != PostgresOptions.kind:
             raise GapError(
                 f"this state directory belongs to a source of kind {identity.kind}, not {PostgresOptions.kind}",
@@ -50,27 +49,26 @@ class SlotDetails:
         return cls(**identity.details)
 
     def put_into(self, identity: Identity, **changes: Any) -> Identity:
-        """The identity with these details, some of them changed."""
+        """The identity with these details, some changed."""
         return replace(identity, details=asdict(replace(self, **changes)))
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the publications."""
         return tuple(item["name"] for item in self.publications)
 
     def as_before(self, options: PostgresOptions) -> PostgresOptions:
-        """The options with what the slot captures already: for whoever only joins it."""
+        """The options with what the slot already captures: for joining it."""
         asked = self.selection
         return options.but(**(dict(asked) if asked.names_tables else {"publication": self.names[0]}))
 
     @property
     def selection(self) -> Selection:
-        """The same: what was asked for. If it is open, one table in the place of another is nothing special."""
+        """The last selection. If it is open, one table in place of another is normal."""
         return Selection.model_validate(self.asked)
 
 
 def check_identity(known: Identity, system: str, timeline: int, database: str, slot: str) -> None:
-    """Raise GapError if this state directory belongs to something else than what we are connected to."""
+    """Raise GapError if this state directory belongs to another server, database or slot."""
     if known.stream != slot:
         raise GapError(
             f"this state directory belongs to slot {known.stream!r}, not to {slot!r}",
@@ -96,7 +94,7 @@ def check_identity(known: Identity, system: str, timeline: int, database: str, s
 
 
 class Narrowed(GapError):
-    """A publication sends less than before, or sends it otherwise. Whoever meant that may go on with it."""
+    """A publication sends less than before, or differently. The user may accept that."""
 
 
 _ADVICE = (
@@ -131,12 +129,12 @@ JOIN pg_class c ON c.relnamespace = n.oid AND c.relname = w.name AND c.relkind I
 """
 
 Existing = Mapping[tuple[str, int], str]
-"""Of those whose membership has ended, the names of the tables and schemas that still exist, by kind and oid."""
+"""Names of existing tables and schemas whose membership has ended, by kind and oid."""
 
 
 @explain_errors("read the publications")
 def read_fingerprint(conn: Connection, names: Sequence[str]) -> Fingerprint:
-    """The publications of these names as they are now; those that do not exist are left out."""
+    """The current publications of these names; missing ones are left out."""
     query = _READ.format(schemas=_SCHEMAS if conn.info.server_version >= SCHEMAS_SINCE else "'{}'::int8[]")
     found = {
         name: {
@@ -159,9 +157,8 @@ def read_fingerprint(conn: Connection, names: Sequence[str]) -> Fingerprint:
 def check_unchanged(
     conn: Connection, known: Fingerprint, planned: Fingerprint | None = None, *, is_open: bool = False
 ) -> Fingerprint:
-    """The fingerprint of now, which may have more than the known one. Raises GapError if it has less. `planned` is what we
-    wanted to make of it when we were interrupted: we may or may not have. With `is_open` new tables are added by us anyhow:
-    one in the place of another is no gap."""
+    """The current fingerprint, which may have more than the known one. Raises GapError if it has less. `planned` is an
+    interrupted change of ours, done or not. With `is_open` we add new tables anyway: one in place of another is no gap."""
     now = read_fingerprint(conn, [item["name"] for item in known])
     for expected in (planned, known):
         if expected is None:
@@ -187,7 +184,7 @@ def _existing(conn: Connection, old: Fingerprint, now: Fingerprint) -> Existing:
 
 @explain_errors("read the tables")
 def _follow_names(conn: Connection, old: Fingerprint, now: Fingerprint) -> Narrowed | None:
-    """The gap if a table that is not published has the name of a member. Else keeps the names of dropped tables in `now`."""
+    """The gap if an unpublished table has a member's name. Else keeps the names of dropped tables in `now`."""
     current = {item["name"]: item for item in now}
     moved = {
         (schema, table): (item["name"], oid)
@@ -218,7 +215,7 @@ def _follow_names(conn: Connection, old: Fingerprint, now: Fingerprint) -> Narro
 
 
 def forget_dropped(known: Fingerprint) -> Fingerprint:
-    """The same without the names of dropped tables: who chose the tables anew does not miss them."""
+    """Without the names of dropped tables: a new choice of tables does not miss them."""
     members = [{str(oid) for oid, _ in item["tables"]} for item in known]
     return [
         {**item, "names": {oid: name for oid, name in item["names"].items() if oid in kept}}
@@ -227,7 +224,7 @@ def forget_dropped(known: Fingerprint) -> Fingerprint:
 
 
 def compare(old: Fingerprint, now: Fingerprint, existing: Existing) -> GapError | None:
-    """The gap between two fingerprints, if there is one. What was added is none, nor what does not exist any more."""
+    """The gap between two fingerprints, if any. Additions and dropped tables are none."""
     current = {item["name"]: item for item in now}
     for before in old:
         name, after = before["name"], current.get(before["name"])
@@ -244,7 +241,7 @@ def compare(old: Fingerprint, now: Fingerprint, existing: Existing) -> GapError 
 
 
 def _narrowed(before: dict[str, Any], after: dict[str, Any], existing: Existing) -> Iterator[tuple[str, str]]:
-    """What a publication no longer sends as before, and the setting that undoes it."""
+    """What a publication no longer sends as before, and the setting that restores it."""
     name = before["name"]
     if lost := [operation for operation in before["publish"] if operation not in after["publish"]]:
         message = f"publication {name} no longer publishes {', '.join(lost)}: such changes were not sent since then"

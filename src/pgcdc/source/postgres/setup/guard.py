@@ -1,5 +1,5 @@
-"""What changes on the server while we capture from it: slot and publications (looked at when we connect, and every few
-seconds), the shapes of tables (written down before their rows become visible), and the time."""
+"""What changes on the server while we capture: slot and publications (checked when connecting, and every few seconds),
+tables' shapes (recorded before their rows become visible), and the time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from pgcdc.spool.segment import CaptureBatch
 
 @contextmanager
 def lost_on_error() -> Iterator[None]:
-    """Also a decorator: if psycopg raises on a connection that worked before, that is lost."""
+    """Also a decorator: a psycopg error on a connection that worked before means that it is lost."""
     try:
         yield
     except Error as error:
@@ -37,24 +37,24 @@ def lost_on_error() -> Iterator[None]:
 
 
 class Guard:
-    """Raises GapError as soon as going on would skip changes."""
+    """Raises GapError as soon as continuing would skip changes."""
 
     def __init__(self, state: StateDir, identity: Identity, consumers: Consumers, *, temporary: bool) -> None:
         self._state = state
         self._identity = identity
         self._consumers = consumers
         self._temporary = temporary
-        self.server_lsn = 0  # How far the server's WAL went when we looked last
+        self.server_lsn = 0  # The server's WAL position at our last look
         self.wal_sender_timeout_s = 60.0
 
     def check_server(self, replication: Connection) -> None:
-        """Whether a walsender belongs to the server that we know."""
+        """Whether a walsender belongs to the known server."""
         known = self._identity
         check_identity(known, *identify(replication), replication.info.dbname, known.stream)
 
     @lost_on_error()
     def check(self, sql: Connection) -> None:
-        """Whether slot and publications are as we left them. A few light queries."""
+        """Whether slot and publications are unchanged. A few light queries."""
         row = sql.execute(
             "SELECT pg_current_wal_lsn() - '0/0'::pg_lsn, setting::int FROM pg_settings "
             "WHERE name = 'wal_sender_timeout'"
@@ -72,10 +72,10 @@ class Guard:
         check_not_ahead(slot, self._consumers.confirmed_lsn)
 
     def _check_publications(self, sql: Connection) -> None:
-        """Stop if somebody narrowed them; remember what was added, so that it is missed when it goes."""
+        """Stop if they were narrowed; remember additions, so that their removal is noticed."""
         lock = Lock(self._state.identity_lock)
         if lock.acquire(timeout_s=0) is None:
-            return  # the driver is just changing them: we look again in a few seconds
+            return  # the driver is changing them: look again in a few seconds
         try:
             known = self._state.identity()
             assert known is not None
@@ -87,33 +87,33 @@ class Guard:
             lock.release()
 
     def is_held_by_us(self, sql: Connection) -> bool:
-        """Whether the slot's present reader is our own walsender, of before a crash (or has just gone)."""
+        """Whether the slot's reader is our own walsender from before a crash (or has just gone)."""
         slot = get_slot(sql, self._identity.stream)
         return slot is None or slot.reader in (None, f"pgcdc {self._identity.instance}")
 
 
 # --- how far time has come
 #
-# A query needs that to close windows while nothing happens: a moment of the server, and an LSN behind which nothing was
-# committed before that moment. The time of a keepalive would not do: a walsender that is behind sends it with the present
-# time, and commits of the past would still follow.
+# Queries need this to close windows while nothing happens: a server time, and an LSN behind which nothing was
+# committed before that time. A keepalive's time would not do: a lagging walsender sends the present time,
+# and commits of the past would still follow.
 
 _TIME = "SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::int8"
 _PLACE = "SELECT pg_current_wal_insert_lsn() - '0/0'::pg_lsn, current_setting('wal_block_size')::int8"
 _PAGE_HEADERS = (24, 40)
 MARGIN_US = 1_000_000
-"""A commit takes its time a moment before its place in the WAL (some milliseconds were seen): that much earlier is told."""
+"""A commit takes its time a moment before its place in the WAL (some milliseconds were seen): report that much earlier."""
 
 
 class Clock:
-    """Reads the server's clock, and tells a reading once everything up to its LSN has been read."""
+    """Reads the server's clock, and reports a reading once everything up to its LSN has been read."""
 
     def __init__(self) -> None:
         self.reached: tuple[int, int] | None = None  # (lsn, microseconds since 1970)
         self._asked: tuple[int, int] | None = None
 
     def ask(self, sql: Connection) -> int | None:
-        """Take a new reading, unless one is on its way; the LSN to be reached for it."""
+        """Take a new reading, unless one is pending; returns the LSN to reach for it."""
         if self._asked is not None:
             return None
         moment = sql.execute(_TIME).fetchone()  # before the place
@@ -123,13 +123,12 @@ class Clock:
         return lsn
 
     def see(self, lsn: int) -> None:
-        """Everything up to `lsn` has been read."""
         if self._asked is not None and lsn >= self._asked[0]:
             self.reached, self._asked = self._asked, None
 
 
 def wal_place(sql: Connection) -> int:
-    """How far the WAL has been written, to disk or not: everything that can be seen by now has its commit before."""
+    """The WAL insert position: every visible commit is before it."""
     row = sql.execute(_PLACE).fetchone()
     assert row is not None
     lsn, page = int(row[0]), int(row[1])
@@ -145,10 +144,10 @@ def wal_place(sql: Connection) -> int:
 
 
 class ShapeObserver:
-    """Sees every batch in commit order. What it has seen before a crash it sees again, and does not write twice."""
+    """Sees every batch in commit order. After a crash it sees batches again, and does not record twice."""
 
     def __init__(self, path: Path, resume: Position) -> None:
-        """The stream goes on behind `resume`: the shapes in force there are those of the history."""
+        """The stream resumes at `resume`, with the history's shapes in force there."""
         cut_tail(path)
         self._path = path
         self._history = ShapeHistory(path)
@@ -156,13 +155,13 @@ class ShapeObserver:
         self._current: dict[int, ShapeChange] = {}
         for change in self._history.between(Position.at(0, 0), resume):
             self._current[change.after.oid] = change
-        self._in_force: set[int] = set()  # versions that are the current ones, as far as they were met
+        self._in_force: set[int] = set()  # current versions, as far as seen
         self.changes = sum(change.before is not None for change in self._history.changes)
-        """How many changes there were since the state directory began; tables that were first seen do not count."""
+        """Shape changes since the state directory began, without first sightings of tables."""
 
     def observe(self, batch: CaptureBatch, sql: Connection) -> None:
-        """Write down, durably, which tables have another shape in this batch. Raises ConnectionLost if the catalog cannot be
-        asked: nothing has happened then, and the batch may come again."""
+        """Record durably which tables change shape in this batch. Raises ConnectionLost if the catalog is out of reach:
+        nothing has happened then, and the batch may come again."""
         if batch.part is None:
             return
         rows = batch.data if batch.part.batch is None else pa.Table.from_batches([batch.part.batch])
@@ -211,12 +210,12 @@ class ShapeObserver:
             hit("shapes.after_append")
             self._history.refresh()
             self.changes += sum(record.before is not None for record in records)
-        # As the file has them: a restart goes on with the same.
+        # As in the file: a restart continues the same way.
         self._current |= {oid: self._history.at(record.position) or record for oid, record in current.items()}
 
 
 def _place(batch: CaptureBatch, rows: pa.Table, row: int) -> Position:
-    """Directly before a row."""
+    """The place directly before a row."""
     ends = np.cumsum(batch.transactions.column("rows").to_numpy())
     transaction = int(np.searchsorted(ends, row, side="right"))
     commit, kind = (batch.transactions.column(name)[transaction].as_py() for name in ("commit", "kind"))
@@ -224,11 +223,11 @@ def _place(batch: CaptureBatch, rows: pa.Table, row: int) -> Position:
 
 
 def describe_shapes(sql: Connection, shapes: Iterable[Relation]) -> dict[Relation, dict[str, Any]]:
-    """What the catalog says about these shapes, as far as their tables still have them.
+    """The catalog's description of these shapes, as far as their tables still have them.
 
-    `columns` in their order, each with name, attnum, type (as SQL writes it, with its schema if it is not PostgreSQL's own),
-    ndims and not_null; `primary_key` with its columns in order; `types`: what types that are not PostgreSQL's own are made
-    of, as TypeCatalog.to_json() writes it (None if there are none); `is_key_deferrable` if the primary key is.
+    `columns` in order, each with name, attnum, type (as in SQL, with its schema unless built in), ndims and not_null;
+    `primary_key` with its columns in order; `types`: what types that are not built in are made of, as in
+    TypeCatalog.to_json() (None if there are none); `is_key_deferrable` if the primary key is.
     """
     wanted = list(shapes)
     if not wanted:
@@ -250,7 +249,7 @@ def describe_shapes(sql: Connection, shapes: Iterable[Relation]) -> dict[Relatio
 
 
 def _is_live(shape: Relation, columns: list[TableColumn]) -> bool:
-    """Whether the catalog still has this shape. It may have more columns: not all of them need be published."""
+    """Whether the catalog still has this shape. It may have more columns: not all need be published."""
     names = {column.name for column in shape.columns}
     there = [column for column in columns if column.name in names]  # both in the order of their numbers
     if [(one.name, one.type_oid, one.typmod) for one in shape.columns] != [

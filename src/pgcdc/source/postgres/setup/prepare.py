@@ -1,9 +1,8 @@
-"""From what the user asked for to a slot that can be read: checks first, then publication, then slot, then identity.
+"""From the user's settings to a readable slot: checks first, then publication, slot, identity.
 
-A refusal comes before the first change. What fails later (a slot that cannot be created, say) leaves nothing behind that was
-not there before: what was created on the way is removed again. But publications of ours that existed already and were
-altered for the tables wanted now stay as altered; the next start alters them as it needs. Only one process at a time
-prepares a state directory.
+A refusal comes before the first change. A later failure (a slot that cannot be created, say) removes again what was created
+on the way. But our existing publications that were altered for the wanted tables stay altered; the next start alters them as
+needed. Only one process at a time prepares a state directory.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ from pgcdc.spool.consumers import Consumers, is_side_lane
 
 Say = Callable[[str], object]
 
-LOCK_TIMEOUT_S = 120.0  # How long we wait for another process that prepares the same state directory
+LOCK_TIMEOUT_S = 120.0  # How long to wait for another process that prepares the same state directory
 
 
 def prepare(
@@ -61,9 +60,9 @@ def prepare(
     say: Say = lambda text: None,
     is_resync: bool = False,
 ) -> Prepared:
-    """Check server and state directory, create what is missing. Raises with advice, and then nothing new is left behind.
-    `consumer` is who asks: it may leave out tables that it does not want any more, but not those of others. Only `pgcdc
-    resync` itself (`is_resync`) may begin in a directory that it has not finished with."""
+    """Check server and state directory, create what is missing. Raises with advice, leaving nothing new behind. `consumer`
+    may drop tables that it no longer wants, but not those of others. Only `pgcdc resync` (`is_resync`) may begin in a
+    directory with an unfinished resync."""
     options.check()
     lock = Lock(state.identity_lock)
     try:
@@ -122,7 +121,7 @@ def _prepare(
 
 
 def check_others(options: PostgresOptions, state: StateDir, consumer: str) -> None:
-    """Tables that other consumers were promised stay captured until these are forgotten."""
+    """Tables of other consumers stay captured until these consumers are forgotten."""
     known = state.identity()
     if known is None:
         return
@@ -139,7 +138,7 @@ def check_others(options: PostgresOptions, state: StateDir, consumer: str) -> No
 
 
 def check_slot(options: PostgresOptions, state: StateDir, server: ServerInfo) -> Identity | None:
-    """Whether slot, server and state directory belong together. What the directory knows, if the pipeline ran before."""
+    """Whether slot, server and state directory belong together. Returns the identity, if the pipeline ran before."""
     known, slot, name = state.identity(), server.slot, options.slot_name
     if slot is not None and not options.temporary_slot:
         options.check_slot(name, slot.two_phase)
@@ -178,7 +177,7 @@ def check_slot(options: PostgresOptions, state: StateDir, server: ServerInfo) ->
 
 
 def _ensure_signals(sql: Connection, options: PostgresOptions, names: tuple[str, ...]) -> bool:
-    """Make the table of signals, if it is wanted; whether it was made."""
+    """Create the table of signals if wanted; returns whether it did."""
     publication = names[0] if options.uses_existing else ""
     return options.incremental_snapshot and ensure_signal_table(sql, options.signal_table, publication)
 
@@ -203,7 +202,7 @@ def _make_publications(
     before_commit: Callable[[Fingerprint], None] = lambda made: None,
     review: bool = True,
 ) -> tuple[PublicationInfo, ...]:
-    """Create our publications or bring them up to what is wanted, or read the user's; and check what they hold."""
+    """Create or update our publications, or read the user's; and check their content."""
 
     def check() -> None:
         if options.binary and review:
@@ -222,8 +221,8 @@ def _make_publications(
 
 
 def _check_publications(sql: Connection, options: PostgresOptions, known: Identity, names: tuple[str, ...]) -> Identity:
-    """Refuse publications that somebody narrowed since we looked last, unless the user says that this was meant. What was
-    accepted is written down later, when nothing else is refused."""
+    """Refuse publications that were narrowed since our last look, unless the user accepts it. The acceptance is recorded
+    later, when nothing else is refused."""
     details = SlotDetails.of(known)
     try:
         check_unchanged(sql, details.publications, details.planned, is_open=details.selection.is_open)
@@ -237,9 +236,8 @@ def _check_publications(sql: Connection, options: PostgresOptions, known: Identi
 def _bring_up_to_date(
     sql: Connection, options: PostgresOptions, state: StateDir, known: Identity, *, review: bool = True
 ) -> tuple[tuple[PublicationInfo, ...], Identity]:
-    """Change our publications to what is wanted now, and remember them as they are then. The identity says durably what we
-    are about to make before that becomes visible: a crash between the two looks neither like a change by somebody else, nor
-    hides one."""
+    """Update our publications to the settings, and remember the result. The identity records the plan durably before it
+    becomes visible: a crash in between neither looks like somebody else's change, nor hides one."""
     details = SlotDetails.of(known)
     expected = check_unchanged(sql, details.publications, details.planned, is_open=details.selection.is_open)
     if not options.uses_existing:
@@ -260,7 +258,7 @@ def _bring_up_to_date(
 
 
 def follow_tables(options: PostgresOptions, state: StateDir) -> tuple[PublicationInfo, ...]:
-    """Bring our publications up to date with the tables that exist now (--all-tables, --schemas)."""
+    """Add newly created tables to our publications (--all-tables, --schemas)."""
     lock = Lock(state.identity_lock)
     if lock.acquire(timeout_s=2.0) is None:
         raise StateError(f"another process prepares {state.path}", "It is tried again")
@@ -275,7 +273,7 @@ def follow_tables(options: PostgresOptions, state: StateDir) -> tuple[Publicatio
 
 
 def drop_publications(options: PostgresOptions, names: Sequence[str]) -> None:
-    """Drop publications that we have created and that nobody needs; one that cannot be dropped stays."""
+    """Drop our unneeded publications; one that cannot be dropped stays."""
     if not names:
         return
     with contextlib.suppress(SourceError), connect(options.db, may_retry=False) as sql:
@@ -289,7 +287,7 @@ def _begin(
     options: PostgresOptions, state: StateDir, server: ServerInfo, publications: Fingerprint, undo: contextlib.ExitStack,
     say: Say,
 ) -> Identity:  # fmt: skip
-    """The first start. The identity is written before the slot is made: after a crash between, the slot is known as ours."""
+    """The first start. The identity is written before the slot is made, so that the slot is known as ours after a crash."""
     started = state.identity()
     details = SlotDetails(server.timeline, publications, options.to_json())
     identity = Identity(
@@ -344,20 +342,20 @@ def _remove_slot(url: str, name: str) -> None:
             drop_slot(sql, name)
 
 
-# --- tried out: the same checks, and the publications made in a transaction that is rolled back
+# --- trial: the same checks, and the publications made in a transaction that is rolled back
 
 
 @explain_errors("try the publications")
 def try_publications(
     options: PostgresOptions, state: StateDir, *, reads_rows: bool = False
 ) -> tuple[tuple[PublicationInfo, ...], list[PublishedTable], SourceError | None]:
-    """Make the publications (and the table of signals) as a start would, and take all of it back. What they are, the tables
-    with the columns that would be captured, and with `reads_rows` why rows cannot be read."""
+    """Make the publications (and the table of signals) as a start would, then roll back. Returns the publications, the
+    tables with their captured columns, and with `reads_rows` why rows cannot be read."""
     known, unreadable = state.identity(), None
     if known is not None and known.created == 0:
         known = None
     with connect(options.db, may_retry=False) as sql, sql.transaction(force_rollback=True):
-        sql.execute("SET LOCAL lock_timeout = '5s'")  # who alters a captured table at this moment is not waited for
+        sql.execute("SET LOCAL lock_timeout = '5s'")  # do not wait for somebody who is altering a captured table
         names = _publication_names(options, known)
         if known is not None:
             _check_publications(sql, options, known, names)

@@ -1,13 +1,13 @@
 """Publications: what the server sends to us.
 
-Ours come in pairs: `<base>` with every operation for tables that have a replica identity, `<base>_inserts` with inserts
-and truncates for those that have none (see `tables`). Both are created at once, even if one stays empty, because a
-publication created after the slot cannot be used to read what the slot still holds. Never FOR ALL TABLES: a table
-without a key, created later, would have its updates refused.
+Ours come in pairs: `<base>` with every operation for tables with a replica identity, `<base>_inserts` with inserts and
+truncates for the others (see `tables`). Both are created at once, even if one stays empty, because a publication created
+after the slot cannot be used to read what the slot still holds. Never FOR ALL TABLES: a table without a key, created later,
+would have its updates refused.
 
 Ours carry a comment with the name of their slot; others of the same name are never altered, nor used by another slot: its
-pipeline would take tables out that this one needs. Nor is one of ours whose operations somebody changed
-repaired: that would hide that changes were missed (see `fingerprint`).
+pipeline would remove tables that this one needs. One of ours whose operations somebody changed is not repaired: that would
+hide missed changes (see `fingerprint`).
 """
 
 from __future__ import annotations
@@ -45,14 +45,12 @@ class PublicationInfo:
 
     found: dict[str, Any]  # Its fingerprint
     tables: tuple[str, ...]
-    """The tables as they will appear in the stream (partitions rather than their root, unless `via_root`)."""
-    inserts_only: tuple[str, ...] = ()
-    """Tables whose updates and deletes we do not get, as the user names them: to be said."""
-    changed: tuple[str, ...] = ()  # What we have just changed in it besides its tables: to be said
+    """The tables as they appear in the stream (partitions rather than their root, unless `via_root`)."""
+    inserts_only: tuple[str, ...] = ()  # Tables without updates and deletes, as the user names them: to be reported
+    changed: tuple[str, ...] = ()  # What we just changed in it besides its tables: to be reported
 
     @property
     def name(self) -> str:
-        """Its name."""
         return str(self.found["name"])
 
 
@@ -84,13 +82,12 @@ def ensure(
     check: Callable[[], None] = lambda: None,
     before_commit: Callable[[Fingerprint], None] = lambda made: None,
 ) -> tuple[PublicationInfo, ...]:
-    """Create our pair of publications, or bring them up to date, for these tables. Alters what differs.
+    """Create our pair of publications for these tables, or alter what differs.
 
-    They belong to the pipeline of this slot. Call it before the slot is created. A table that has got a primary key
-    since then moves to the first publication.
-    Without `review` (while the pipeline runs) the row filters and columns of those that are there already are left alone.
-    `check` is called on this connection when they are as they will be, and may refuse: then nothing is changed.
-    If something is altered, `before_commit` hears what the fingerprint will be, while it can still be given up.
+    They belong to the pipeline of this slot. Call it before the slot is created. A table that has got a primary key since
+    then moves to the first publication. Without `review` (while the pipeline runs) the row filters and columns of existing
+    members are left alone. `check` runs on this connection after the changes, and may refuse: then nothing is changed. If
+    something is altered, `before_commit` gets the new fingerprint while it can still be rolled back.
     """
     names = pair_of(base_name)
     if len(names[1].encode()) > 63:
@@ -100,7 +97,7 @@ def ensure(
     changed: list[str] = []
     statements: list[str] = []
     with conn.transaction():
-        # two of us at the same time would both create them
+        # two of us would both create them
         conn.execute("SELECT pg_advisory_xact_lock(hashtext('pgcdc'), hashtext(%s))", [base_name])
         everything = read_tables(conn)
         _check_schemas(conn, selection)
@@ -110,7 +107,7 @@ def ensure(
             _check_rules(rules, [*full, *inserts])
         members = {name: read_meanings(conn, name) for name in names}
         if not review:
-            # A table with a rule that has got a key stays: whether the rule fits to the key is for the next start.
+            # A table with a rule that has got a key stays: the next start checks whether the rule fits the key.
             stay = [one for one in full if one.oid in members[names[1]] and (one.schema, one.table) in rules]
             full, inserts = [one for one in full if one not in stay], inserts + stay
         existing = {item["name"]: item for item in read_fingerprint(conn, names)}
@@ -151,7 +148,7 @@ def ensure(
 
 @explain_errors("drop the publication")
 def drop_ours(conn: Connection, names: Sequence[str], *, slot: str) -> None:
-    """Drop those of these publications that belong to the pipeline of this slot."""
+    """Drop those of these publications that belong to this slot's pipeline."""
     for found in read_fingerprint(conn, names):
         if found["owner"] == slot:
             conn.execute(f"DROP PUBLICATION IF EXISTS {quote_identifier(found['name'])}".encode())
@@ -213,7 +210,7 @@ def _creation(sql: str, operations: tuple[str, ...], slot: str, version: int, ge
 
 
 def _list(tables: Sequence[Table], rules: Rules) -> str:
-    # ONLY: what inherits is judged by itself (it inherits no key)
+    # ONLY: inheriting tables are judged separately (they inherit no key)
     none = Rule()
     return ", ".join(f"ONLY {one.sql}{rules.get((one.schema, one.table), none).to_sql()}" for one in tables)
 
@@ -246,8 +243,8 @@ def _explain_rights(conn: Connection, text: str, statements: Sequence[str], tabl
 
 # --- row filters and column lists, as the server understands them
 #
-# What a rule means is asked of the server itself: a publication with nothing but this table is created and taken back at
-# once. So a wrong rule is found before anything is altered, and two texts that mean the same are known to be the same.
+# The server itself says what a rule means: a publication with only this table is created and rolled back at
+# once. So a wrong rule is found before anything is altered, and equal meanings are recognised.
 #
 # A filter that uses a column which is not in the table's replica identity, or a list that leaves one out, makes the
 # *application's* UPDATE and DELETE fail. PostgreSQL does not refuse such a publication; we do.
@@ -285,7 +282,7 @@ FROM pg_class c WHERE c.oid = %(oid)s
 
 
 def check_version(version: int, *, has_rules: bool, generated_columns: bool) -> None:
-    """Raise SourceError for what this server does not have."""
+    """Raise SourceError for what this server lacks."""
     major = version // 10000
     if has_rules and version < RULES_SINCE:
         raise SourceError(
@@ -300,7 +297,7 @@ def check_version(version: int, *, has_rules: bool, generated_columns: bool) -> 
 
 
 def read_meanings(conn: Connection, publication: str) -> dict[int, Meaning]:
-    """What a publication has of each table, by the table's oid."""
+    """What a publication has of each table, by oid."""
     meaning = "pg_get_expr(r.prqual, r.prrelid), r.prattrs::text"
     query = _MEANINGS.format(meaning if conn.info.server_version >= RULES_SINCE else "NULL, NULL")
     rows = conn.execute(query.encode(), [publication]).fetchall()
@@ -308,7 +305,7 @@ def read_meanings(conn: Connection, publication: str) -> dict[int, Meaning]:
 
 
 def resolve(conn: Connection, table: Table, rule: Rule, *, with_updates: bool) -> Meaning:
-    """What the rule means. Raises SourceError if the server refuses it, or would refuse the application's updates."""
+    """A rule's meaning. Raises SourceError if the server refuses it, or would refuse the application's updates."""
     with conn.transaction(force_rollback=True):
         _probe(conn, table, rule)
         meaning = read_meanings(conn, _PROBE)

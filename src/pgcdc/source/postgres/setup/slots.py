@@ -1,11 +1,11 @@
-"""The server and its replication slots: whether it can be captured; looking at slots, creating and dropping them.
+"""The server and its replication slots: whether it can be captured; listing, creating and dropping slots.
 
-Each check raises SourceError with the numbers found and the command that helps. The last one opens a real walsender, so
-that a server whose pg_hba.conf or pooler does not let replication through is found out before anything is created.
+Each check raises SourceError with the numbers found and the command that helps. The last one opens a real walsender, so that
+a pg_hba.conf or pooler that blocks replication is found before anything is created.
 
-Creating a slot waits until every transaction that was open when it began has ended, in any database of the server. So the
-command runs in a thread, and a second connection tells every two seconds for whom it waits. Whatever interrupts the
-wait, no slot stays behind.
+Creating a slot waits for every transaction that was open when it began, in any database of the server. So the command runs
+in a thread, and a second connection reports every two seconds for whom it waits. Whatever interrupts the wait, no slot stays
+behind.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _RELEASE_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class SlotInfo:
-    """One slot as the server sees it now. LSNs are None where the slot has none (physical, or invalidated)."""
+    """A slot's current state. LSNs are None where the slot has none (physical, or invalidated)."""
 
     name: str
     plugin: str | None
@@ -46,8 +46,8 @@ class SlotInfo:
     restart_lsn: int | None
     confirmed_flush_lsn: int | None
     wal_status: str | None  # reserved, extended, unreserved (about to be lost) or lost; None before PostgreSQL 13
-    invalidation_reason: str | None  # Why it is lost, where the server says so (16 and later)
-    retained_bytes: int | None  # WAL that the server keeps because of this slot
+    invalidation_reason: str | None  # Why it is lost, if the server says so (16 and later)
+    retained_bytes: int | None  # WAL that this slot keeps on the server
     lag_bytes: int | None  # WAL written since what was confirmed
 
 
@@ -72,19 +72,18 @@ def list_slots(conn: Connection) -> list[SlotInfo]:
 
 @explain_errors("look at the replication slot")
 def get_slot(conn: Connection, name: str) -> SlotInfo | None:
-    """The slot of this name, if there is one."""
     row = conn.execute(_SLOTS + "WHERE s.slot_name = %s", [name]).fetchone()
     return SlotInfo(*row) if row else None
 
 
 def slot_gone(name: str) -> GapError:
-    """Our slot is not there."""
+    """The error for our missing slot."""
     advice = "Changes since then are gone. Bring the sinks back to the source: pgcdc resync"
     return GapError(f"slot {name!r} does not exist any more: somebody dropped it", advice)
 
 
 def check_not_ahead(slot: SlotInfo, confirmed_lsn: int) -> None:
-    """Raise GapError if the slot has confirmed more than we ever did: it is not the one that we left."""
+    """Raise GapError if the slot has confirmed more than we ever did: it is not the one we left."""
     if (slot.confirmed_flush_lsn or 0) > confirmed_lsn:
         raise GapError(
             f"slot {slot.name!r} stands at {format_lsn(slot.confirmed_flush_lsn or 0)}, but we confirmed only "
@@ -94,7 +93,7 @@ def check_not_ahead(slot: SlotInfo, confirmed_lsn: int) -> None:
 
 
 def check_usable(slot: SlotInfo, database: str) -> None:
-    """Raise unless we can read this slot from `database` without a gap. Says nothing about who is reading it now."""
+    """Raise unless we can read this slot from `database` without a gap. Ignores its current reader."""
     other = "Choose another --slot-name"
     if slot.slot_type != "logical":
         raise SourceError(f"slot {slot.name} is a physical slot, of a standby or a backup", other)
@@ -113,7 +112,7 @@ def check_usable(slot: SlotInfo, database: str) -> None:
 
 @explain_errors("look at the replication slot")
 def is_two_phase(replication: Connection, name: str) -> bool:
-    """Whether the slot decodes prepared transactions at their PREPARE; also where the connection is a walsender."""
+    """Whether the slot decodes prepared transactions at PREPARE; works on a walsender, too."""
     query = f"SELECT to_jsonb(s) -> 'two_phase' FROM pg_replication_slots s WHERE slot_name = {quote_literal(name)}"
     row = replication.execute(query.encode()).fetchone()  # no parameters: a walsender has only the simple protocol
     return bool(row and row[0])
@@ -143,7 +142,7 @@ def drop_slot(conn: Connection, name: str) -> None:
 
 
 def end_reader(conn: Connection, slot: SlotInfo, reader: str) -> None:
-    """End the walsender of a slot if it is that of `reader`, and wait a while until nobody reads the slot."""
+    """End a slot's walsender if it is that of `reader`, and wait a while until nobody reads the slot."""
     now, deadline = slot, time.monotonic() + _RELEASE_TIMEOUT_S
     if slot.reader == reader:
         conn.execute("SELECT pg_terminate_backend(%s)", [slot.active_pid])
@@ -165,10 +164,9 @@ def create_slot(
 ) -> int:
     """Create our slot and return its consistent point: every transaction that commits after this LSN will be sent.
 
-    `exported`, if given, gets the name of a snapshot of that very moment. It is there until `replication` is used again.
-    `replication` is a walsender (it owns the slot if `temporary`), `monitor` an ordinary connection: through it,
-    `say` hears every two seconds for which transactions the server waits. If `say` raises, the creation is
-    given up and `replication` closed.
+    `exported` gets the name of a snapshot of that very moment, valid until `replication` is used again. `replication` is a
+    walsender (it owns the slot if `temporary`), `monitor` an ordinary connection: through it, `say` gets every two seconds
+    the transactions that the server waits for. If `say` raises, the creation is cancelled and `replication` closed.
     """
     check_slot_name(name)
     is_new = replication.info.server_version >= NEW_SYNTAX_SINCE
@@ -201,13 +199,13 @@ def create_slot(
 
 
 def _give_up(replication: Connection, creation: Future[Any], name: str) -> None:
-    """End the wait on the server: it does not notice that a client has gone while it waits for a transaction."""
+    """Cancel the wait on the server: it does not notice a lost client while it waits for a transaction."""
     try:
         replication.cancel_safe(timeout=5.0)
         creation.result()
         replication.execute(f"DROP_REPLICATION_SLOT {quote_identifier(name)}".encode())  # created before the cancel
     except psycopg.Error:
-        pass  # cancelled; or the connection is gone, and the unfinished slot with it
+        pass  # cancelled; or the connection is gone, with the unfinished slot
     replication.close()
 
 
@@ -241,7 +239,7 @@ ORDER BY since NULLS LAST
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """Which server and database this is, and what it allows."""
+    """The server and database, and what it allows."""
 
     version_num: int
     system_identifier: str  # Given at initdb; shared with standbys and physical copies
@@ -264,9 +262,9 @@ FROM pg_roles r WHERE r.rolname = current_user
 
 @explain_errors("check the server")
 def check(url: str, slot_name: str) -> ServerInfo:
-    """Check that the changes of this database can be captured through this slot, which may exist or not. Raises SourceError
-    (also for a server that does not answer: nothing was started yet), GapError if the slot is lost, ConnectionLost if only
-    its present reader, who may be our own of before a crash, holds the last walsender."""
+    """Check that this database can be captured through this slot, existing or not. Raises SourceError (also for an
+    unreachable server: nothing was started yet), GapError if the slot is lost, ConnectionLost if only its present reader,
+    maybe our own from before a crash, holds the last walsender."""
     check_slot_name(slot_name)
     with connect(url, application_name="pgcdc preflight", may_retry=False) as conn:
         check_age(conn.info.server_version)
@@ -289,27 +287,26 @@ def check(url: str, slot_name: str) -> ServerInfo:
                 "Drop one that is not used (pgcdc slot list), or run ALTER SYSTEM SET max_replication_slots = "
                 f"{slots + 10} and restart PostgreSQL",
             )
-        if used_senders >= senders and not (slot and slot.active):  # if ours is active, its walsender will be free
+        if used_senders >= senders and not (slot and slot.active):  # if ours is active, its walsender will become free
             raise SourceError(
                 f"all {senders} walsenders of the server are in use (max_wal_senders)",
                 f"End one (SELECT * FROM pg_stat_replication), or ALTER SYSTEM SET max_wal_senders = {senders + 10} "
                 "and restart PostgreSQL",
             )
-        # a reader that has just crashed may still hold the last walsender: that heals
+        # a reader that just crashed may still hold the last walsender: that heals
         identity = _identify_apart(url, conn, may_retry=slot is not None and slot.active)
     return ServerInfo(version, *identity, database, user, slot)
 
 
 @explain_errors("identify the server")
 def identify(replication: Connection) -> tuple[str, int]:
-    """System identifier and timeline, as the walsender itself tells them."""
+    """System identifier and timeline, from the walsender itself."""
     row = replication.execute("IDENTIFY_SYSTEM").fetchone()
     assert row is not None
     return str(row[0]), int(row[1])
 
 
 def check_wal(wal_level: str, in_recovery: bool) -> None:
-    """Raise SourceError unless this server's WAL can be decoded."""
     if in_recovery:
         raise SourceError("this server is a standby, and changes are captured on the primary", "Connect to its primary")
     if wal_level != "logical":

@@ -1,9 +1,9 @@
-"""Which tables there are to publish, and whether their updates and deletes can be.
+"""Which tables can be published, and whether with updates and deletes.
 
-Publishing updates of a table without replica identity makes the application's UPDATE fail. So a table counts as
-identified only if that cannot happen: a primary key that is not deferrable, an identity index, or REPLICA IDENTITY
-FULL. A partitioned table is judged by its primary key, which every later partition inherits, and by its present
-partitions; identity settings of the root itself are not inherited.
+Publishing updates of a table without replica identity makes the application's UPDATE fail. So a table counts as identified
+only if that cannot happen: a primary key that is not deferrable, an identity index, or REPLICA IDENTITY FULL. A partitioned
+table is judged by its primary key, which later partitions inherit, and by its present partitions; identity settings of the
+root are not inherited.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _KINDS = {"v": "a view", "m": "a materialized view", "f": "a foreign table", "S"
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table of the source database, as far as publishing it is concerned."""
+    """A table of the source database, for publishing."""
 
     oid: int
     schema: str
@@ -39,19 +39,17 @@ class Table:
     kind: str  # r (ordinary) or p (partitioned); others cannot be published
     persistence: str  # p (permanent), u (unlogged) or t (temporary)
     is_partition: bool
-    is_identified: bool  # Updates and deletes may be published: by its own identity, and for a root by its primary key
-    is_owned: bool  # We have the rights of its owner, who alone may publish it
+    is_identified: bool  # Updates and deletes may be published: by its own identity, for a root by its primary key
+    is_owned: bool  # We have its owner's rights, who alone may publish it
     of_extension: bool  # An extension created it
     parents: tuple[int, ...]  # The tables it inherits from, at any distance
 
     @property
     def name(self) -> str:
-        """As the user writes it."""
         return name_table(self.schema, self.table)
 
     @property
     def sql(self) -> str:
-        """As SQL takes it."""
         return quote_qualified(self.schema, self.table)
 
 
@@ -73,13 +71,13 @@ ORDER BY n.nspname, c.relname
 
 
 def read_tables(conn: Connection) -> list[Table]:
-    """Everything in the database that looks like a table, by name; not only what can be published."""
+    """All table-like objects of the database, by name; also those that cannot be published."""
     return [Table(*(*fields, tuple(parents))) for *fields, parents in conn.execute(_EVERY).fetchall()]
 
 
 def choose_tables(everything: Sequence[Table], selection: Selection, *, roots: bool = True) -> list[Table]:
-    """The tables to publish: those named, with what inherits from them, or all (of some schemas) that are the user's. A
-    partitioned table stands for its partitions; without `roots` (PostgreSQL 12) its partitions stand for it."""
+    """The tables to publish: those named, with inheriting ones, or all the user's (of some schemas). A partitioned table
+    stands for its partitions; without `roots` (PostgreSQL 12) its partitions stand for it."""
     if selection.is_open:
         schemas = selection.schema_names
         chosen = [t for t in everything if _belongs_to_all(t) and (selection.all_tables or t.schema in schemas)]
@@ -99,9 +97,9 @@ def choose_tables(everything: Sequence[Table], selection: Selection, *, roots: b
 def split_by_identity(
     chosen: Sequence[Table], everything: Sequence[Table]
 ) -> tuple[list[Table], list[Table], list[Table]]:
-    """Tables to publish in full; for inserts only; and those of the second whose updates will really be missing. A root that
-    is not identified goes to the second, since the partitions to come may have no identity, but those of its partitions that
-    have one go to the first: the server sends what any of the publications allows."""
+    """Tables to publish in full; for inserts only; and those of the second whose updates will really be missing. An
+    unidentified root goes to the second, since later partitions may have no identity, but its identified partitions go to
+    the first: the server sends what any of the publications allows."""
     full: dict[int, Table] = {}
     inserts: list[Table] = []
     incomplete: list[Table] = []
@@ -119,13 +117,13 @@ def split_by_identity(
 
 
 def _belongs_to_all(table: Table) -> bool:
-    """Not ours, nor an extension's (which are often a superuser's, who alone could publish them)."""
+    """Neither ours nor an extension's (often a superuser's, who alone could publish them)."""
     ours = table.table.startswith("pgcdc_")
     return not (ours or table.of_extension or table.is_partition) and _why_not(table) is None
 
 
 def find_table(everything: Sequence[Table], name: str, flag: str = "--tables") -> Table:
-    """The table that the user means by `name`, who gave it with `flag`; SourceError if it cannot be captured."""
+    """The table that `name`, given with `flag`, means; SourceError if it cannot be captured."""
     wanted = split_table(name)
     found = next((table for table in everything if (table.schema, table.table) == wanted), None)
     if found is None:
@@ -138,7 +136,7 @@ def find_table(everything: Sequence[Table], name: str, flag: str = "--tables") -
 
 
 def _suggest(tables: Sequence[Table], name: str, flag: str) -> str:
-    """The same name in another schema or other case, or the one most alike."""
+    """The same name in another schema or case, or the closest one."""
     for table in tables:
         if table.table.lower() == name.lower():
             return f"Did you mean {table.name}?"
@@ -158,44 +156,39 @@ def _why_not(table: Table) -> str | None:
 
 # --- as the stream describes them
 #
-# What is read of a table must be what the stream would send: the columns and rows that the publications have, under the
-# same name (of a partitioned table the root's or the partitions', as the publication says), in the same shape.
+# Rows read from a table must match the stream: the publications' columns and rows, under the
+# same name (for a partitioned table the root's or the partitions', as published), in the same shape.
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedTable:
-    """One table of the stream."""
-
     relation: Relation  # As the stream's Relation message describes it
     kind: str  # r, or p for the root of partitions
     key: tuple[str, ...]
-    """Columns that tell its rows apart, in the order of their index: the stream has them in every old row. () if none do."""
+    """Columns that identify its rows, in index order: the stream has them in every old row. () if there are none."""
     row_filter: str | None  # Which rows are published, in SQL; None: all
 
     @property
     def title(self) -> str:
-        """As the user writes it."""
         return name_table(self.relation.namespace, self.relation.name)
 
     @property
     def sql(self) -> str:
-        """As SQL takes it."""
         return quote_qualified(self.relation.namespace, self.relation.name)
 
     @property
     def source(self) -> str:
-        """What stands behind FROM: rows of tables that inherit from it are rows of those."""
+        """The FROM clause: rows of inheriting tables belong to those."""
         return self.sql if self.kind == "p" else f"ONLY {self.sql}"
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The names of its columns."""
         return tuple(column.name for column in self.relation.columns)
 
 
 @explain_errors("read the published tables")
 def read_published(conn: Connection, publications: Sequence[str], only: int = 0) -> list[PublishedTable]:
-    """Every table that these publications have, by name; or only the one with this oid."""
+    """Every table of these publications, by name; or only the one with this oid."""
     version = conn.info.server_version
     query = _PUBLISHED.format(
         rules="p.attnames::text[], p.rowfilter" if version >= RULES_SINCE else "NULL::text[], NULL::text",
@@ -228,7 +221,6 @@ def read_published(conn: Connection, publications: Sequence[str], only: int = 0)
 
 
 def find_published(conn: Connection, publications: Sequence[str], oid: int) -> PublishedTable | None:
-    """One of them, by its oid."""
     return next(iter(read_published(conn, publications, oid)), None)
 
 
@@ -249,7 +241,7 @@ LEFT JOIN pg_index i ON i.indrelid = c.oid AND i.indisvalid AND CASE c.relreplid
     WHEN 'd' THEN i.indisprimary AND i.indimmediate WHEN 'f' THEN i.indisprimary WHEN 'i' THEN i.indisreplident END
 WHERE p.pubname = ANY (%s)
 """
-# By name, too: else the server makes the columns of all the other tables first.
+# Also by name: otherwise the server computes the columns of all other tables first.
 _ONLY = """AND c.oid = %s AND p.tablename = (SELECT relname FROM pg_class WHERE oid = %s)"""
 
 
@@ -258,38 +250,37 @@ _ONLY = """AND c.oid = %s AND p.tablename = (SELECT relname FROM pg_class WHERE 
 
 @dataclass(frozen=True, slots=True)
 class TableColumn:
-    """A column, as the catalog has it now."""
+    """A column in the current catalog."""
 
     name: str
     type_oid: int
     typmod: int
     ndims: int
-    """Declared dimensions of an array. PostgreSQL does not enforce them, and some ways to make a table lose them: 0."""
+    """Declared dimensions of an array. PostgreSQL does not enforce them, and some ways to create a table lose them: 0."""
     number: int
     pg_type: str  # As in CREATE TABLE: `numeric(12,2)`
     not_null: bool
     is_key: bool  # Part of the replica identity: known of deleted rows
-    key_place: int | None  # Its place in the primary key, if it is part of that
-    is_deferrable: bool  # It is part of a primary key that is deferrable, and so no replica identity
+    key_place: int | None  # Its place in the primary key, if any
+    is_deferrable: bool  # Part of a deferrable primary key, which is no replica identity
     generated: str
-    """`s` (stored), `v` (virtual) or nothing. Virtual columns are never in the stream, stored ones by option."""
+    """`s` (stored), `v` (virtual) or empty. Virtual columns are never in the stream, stored ones by option."""
     is_readable: bool  # We may read it
 
     @property
     def is_primary_key(self) -> bool:
-        """Whether it is part of the primary key."""
         return self.key_place is not None
 
 
 def read_columns(conn: Connection, oids: Sequence[int]) -> dict[int, list[TableColumn]]:
-    """The live columns of these tables, in their order."""
+    """The live columns of these tables, in order."""
     found: dict[int, list[TableColumn]] = {}
     for oid, *fields in conn.execute(_COLUMNS, [list(oids)]).fetchall():
         found.setdefault(oid, []).append(TableColumn(*fields))
     return found
 
 
-# Columns that an index only includes are part of no key.
+# Columns that an index only includes belong to no key.
 _COLUMNS = """
 SELECT a.attrelid::int8, a.attname::text, a.atttypid::int8, a.atttypmod, a.attndims::int4, a.attnum::int4,
        format_type(a.atttypid, a.atttypmod), a.attnotnull,

@@ -1,8 +1,8 @@
-"""What may be asked of snapshots, and by whom: tables that can be read, tables that are new, and signals.
+"""Requests for snapshots: readable tables, new tables, and signals.
 
-Signals are rows that somebody inserts into a captured table to ask for snapshots, by plain SQL. They are read in the stream
-as any change is, and heeded before they become visible. The position of the last one is durable together with what it asked
-for, so that each is heeded once, however often the stream is read again.
+Signals are rows that somebody inserts into a captured table to request snapshots by plain SQL. They are read in the stream
+like any change, and obeyed before they become visible. The position of the last one is durable together with its request, so
+that each is obeyed once, however often the stream is read again.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ logger = logging.getLogger("pgcdc.capture")
 
 @explain_errors("look at the published tables")
 def check_readable(sql: Connection, publications: Sequence[str]) -> None:
-    """Raise SourceError unless the rows of every published table can be read, all of them."""
+    """Raise SourceError unless all rows of every published table are readable."""
     for table in read_published(sql, publications):
         try:
             check_table(sql, table, table.row_filter or "", lock_timeout="0")
@@ -54,7 +54,7 @@ def check_readable(sql: Connection, publications: Sequence[str]) -> None:
 
 
 def find_table(conn: Connection, publications: Sequence[str], name: str, oid: int = 0) -> PublishedTable:
-    """The table that is meant, if it can be read while the stream goes on. SourceError with advice if not."""
+    """The meant table, if it can be read while the stream runs. SourceError with advice if not."""
     wanted = split_table(name)
     known: list[PublishedTable] = []
     if oid:
@@ -77,7 +77,7 @@ def find_table(conn: Connection, publications: Sequence[str], name: str, oid: in
 
 
 def check_table(conn: Connection, table: PublishedTable, where: str = "", lock_timeout: str = "1s") -> None:
-    """Raise SourceError if its rows cannot be read: no right, or a condition that is none. Timeout 0: wait for locks."""
+    """Raise SourceError if its rows are unreadable: a missing right, or an invalid condition. Timeout 0: wait for locks."""
     try:
         with conn.transaction():
             conn.execute("SET TRANSACTION READ ONLY")
@@ -102,9 +102,9 @@ class NeverReadable(SourceError):
 
 
 def note_tables(queue: RequestQueue, sql: Connection, publications: Sequence[str], *, is_wanted: bool) -> list[str]:
-    """Note which tables there are; of those that are new, the rows are asked for if that `is_wanted`. Returns these. What
-    was noted is durable together with the requests, so that no crash forgets a table. At the first time nothing is asked
-    for: these tables are those of the slot's beginning."""
+    """Note the existing tables; request the rows of new ones if `is_wanted`, and return these. Note and requests are durable
+    together, so that no crash forgets a table. The first time nothing is requested: these tables are those of the slot's
+    beginning."""
     with lost_on_error():
         try:
             with sql.transaction():  # the view opens every table: the stream must not wait behind a VACUUM FULL
@@ -132,7 +132,7 @@ WHERE p.pubname = ANY (%s)
 
 
 def request_all(sql: Connection, state: StateDir, publications: Sequence[str]) -> None:
-    """A start with the mode `always`: every table that has a key is read again, while the stream goes on."""
+    """A start with the mode `always`: every table with a key is read again, while the stream runs."""
     lock = Lock(state.capture_lock)
     if lock.acquire() is None:
         return  # the capture runs: this is no start
@@ -151,7 +151,6 @@ SIGNALS = ("execute-snapshot", "pause-snapshot", "resume-snapshot", "stop-snapsh
 
 
 def signal_table_ddl(name: str) -> str:
-    """The statement that makes the table of signals."""
     return (
         f"CREATE TABLE IF NOT EXISTS {quote_qualified(*split_table(name))} "
         "(id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, signal text NOT NULL, payload jsonb)"
@@ -159,7 +158,7 @@ def signal_table_ddl(name: str) -> str:
 
 
 def ensure_signal_table(sql: Connection, name: str, publication: str = "") -> bool:
-    """Make the table if it is missing: True if it was. `publication` is one that is not ours, and must have it already."""
+    """Create the table if it is missing: True if it was. `publication` is one that is not ours, and must have it already."""
     table = name_table(*split_table(name))
     exists = sql.execute("SELECT to_regclass(%s) IS NOT NULL", [quote_qualified(*split_table(name))]).fetchone()
     is_there = bool(exists and exists[0])
@@ -193,7 +192,7 @@ def drop_signal_table(url: str, name: str) -> None:
 
 
 def parse_signal(signal: str, payload: str | None) -> tuple[list[SnapshotRequest], str]:
-    """The requests that a signal makes, or the id that it names ("" for none). ConfigError if it is not a signal."""
+    """A signal's requests, or the id that it names ("" for none). ConfigError if it is invalid."""
     try:
         content: Any = json.loads(payload) if payload else {}
     except ValueError:
@@ -214,7 +213,7 @@ def parse_signal(signal: str, payload: str | None) -> tuple[list[SnapshotRequest
 
 
 class Signals:
-    """Looks for signals in the stream. A bad one is counted and logged, and stops nothing."""
+    """Looks for signals in the stream. An invalid one is counted and logged, and stops nothing."""
 
     def __init__(self, queue: RequestQueue, table: str) -> None:
         self._queue = queue
@@ -269,7 +268,7 @@ _REQUEST = TypeAdapter(SnapshotRequest)
 
 
 def describe(state: RequestState, rate: float | None = None) -> dict[str, Any]:
-    """A request for `pgcdc status`; `rate` is in rows per second, if it is known."""
+    """A request for `pgcdc status`; `rate` is in rows per second, if known."""
     percent = left = None
     rate = rate if state.status == "running" else None
     if state.status == "done":
@@ -285,12 +284,12 @@ def describe(state: RequestState, rate: float | None = None) -> dict[str, Any]:
 
 
 def make_request(content: dict[str, Any]) -> SnapshotRequest:
-    """The request in a message: `table`, and what else a SnapshotRequest has."""
+    """The request in a message: `table`, and the other fields of a SnapshotRequest."""
     return _REQUEST.validate_python({"id": new_id(), **{name: one for name, one in content.items() if one is not None}})
 
 
 def change_queue(queue: RequestQueue, content: dict[str, Any]) -> dict[str, Any]:
-    """The same without looking at the table; the id of the request that was changed comes back."""
+    """The same without checking the table; returns the id of the changed request."""
     action = content["action"]
     if action == "list":
         return {"id": None}

@@ -47,7 +47,7 @@ from pgcdc.spool.segment import CaptureBatch
 logger = logging.getLogger("pgcdc.capture")
 
 FIRST_ROWS, MIN_ROWS, MAX_ROWS = 1_000, 1_000, 10_000
-"""A change that is committed behind a chunk waits until Spark has delivered it: so chunks are small."""
+"""A change committed behind a chunk waits until Spark has delivered the chunk: so chunks are small."""
 CHUNK_S = 0.1
 MAX_REST_S = 1.0
 KEYS_PER_CHUNK = 5_000
@@ -57,13 +57,13 @@ RETRY_S, MAX_UNSEEN_S = 0.1, 5.0
 
 @dataclass(slots=True)
 class _Attempt:
-    """A chunk on its way."""
+    """A chunk being read."""
 
     id: str
     order: ChunkOrder
     window: Window | None  # None: the table is only looked at
-    xids: npt.NDArray[np.uint32]  # Transactions that were streamed before the window was opened
-    keys_done: int  # Of a chunk of given keys: how far in their file it goes
+    xids: npt.NDArray[np.uint32]  # Transactions streamed before the window was opened
+    keys_done: int  # For a chunk of given keys: its end in their file
     begun: float = field(default_factory=time.monotonic)
     read: ChunkRead | None = None
     chunk: Chunk | None = None
@@ -80,7 +80,7 @@ class BesideStream:
         self._queue, self._releases, self._readers = queue, releases, readers
         self._attempt: _Attempt | None = None
         self._known: tuple[str, PublishedTable | None] = ("", None)
-        """What the table of a request is like; the stream has passed the moment in which it was found so."""
+        """A request's table; the stream has passed the moment in which it was looked up."""
         self._xids = StreamedXids()
         self._moved: dict[str, MovedKeys] = {}
         self._size, self._due = FIRST_ROWS, 0.0
@@ -89,7 +89,7 @@ class BesideStream:
         self._recover()
 
     def _recover(self) -> None:
-        """What was released, but is not in the file of requests: a crash came between."""
+        """Releases that are missing in the file of requests: a crash came between."""
         for note, _ in self._releases.found:
             known = {one.id: one for one in self._queue.entries()}.get(note.get("request", ""))
             if known is not None and note["after"]["chunks"] > known.chunks:
@@ -99,17 +99,17 @@ class BesideStream:
 
     @property
     def target_lsn(self) -> int:
-        """How far the stream has to come; 0 if that does not matter."""
+        """How far the stream must come; 0 if that does not matter."""
         read = self._attempt.read if self._attempt is not None else None
         return read.lsn if read is not None else 0
 
     @property
     def is_pending(self) -> bool:
-        """Whether something that was asked for is still to be read; what waits for another attempt is not waited for."""
+        """Whether a requested snapshot is still to be read; one that waits for a retry does not count."""
         return any(one.status in ("queued", "running") and not one.error for one in self._queue.entries())
 
     def due_s(self) -> float:
-        """How long until `step` may have something to do of itself."""
+        """Seconds until `step` may have something to do by itself."""
         idle = self._attempt is None and self._queue.next() is not None
         return max(0.0, self._due - time.monotonic()) if idle else 60.0
 
@@ -133,13 +133,13 @@ class BesideStream:
                     self._moved_of(one.id).add(moves, columns, one.keys_done)
 
     def lose(self) -> None:
-        """The connection of the stream is gone: what the server forgets in a crash must not be released."""
+        """The stream's connection is gone: what the server loses in a crash must not be released."""
         if self._attempt is not None:
             self._attempt.is_cancelled = True
 
     def step(self, end: Position, *, may_work: bool) -> Release | None:
-        """Go on. `end` is where the spool ends; if it `may_work`, the stream is read and all of it is in the spool. A
-        release that is returned is durable; it has to be made visible before anything else."""
+        """Continue. `end` is the spool's end; if it `may_work`, the stream is read and all of it is in the spool. A returned
+        release is durable; it must become visible before anything else."""
         self._collect()
         release = None
         if may_work and self._attempt is not None:
@@ -178,7 +178,7 @@ class BesideStream:
         self._readers.start(order)
 
     def _choose_keys(self, state: RequestState, order: ChunkOrder, known: PublishedTable) -> tuple[ChunkOrder, int]:
-        """Not the next keys of the table, but those that are given."""
+        """The given keys, instead of the table's next keys."""
         if state.keys_done < 0:
             return order, -1
         if file := state.request.keys_file:
@@ -216,7 +216,7 @@ class BesideStream:
             self._known = ("", None)
             self._discard(attempt, "its columns or what is published of it change all the time")
         elif not is_visible(attempt.xids.astype(np.int64), found.snapshot).all():
-            # A commit that was streamed, but is not visible yet. With synchronous replication that may take long.
+            # A streamed commit that is not visible yet. With synchronous replication that may take long.
             self._retry(min(RETRY_S * 2.0**self._retries, MAX_UNSEEN_S))
         else:
             self._retries = 0
@@ -303,14 +303,14 @@ class BesideStream:
         return release
 
     def _rest_s(self, attempt: _Attempt, state: RequestState) -> float:
-        """What was asked for. If nothing was: half of the time belongs to the stream."""
+        """The requested delay. By default half of the time belongs to the stream."""
         if given := state.request.chunk_delay_s or self._options.snapshot_chunk_delay:
             return given
         is_adaptive = not (state.request.chunk_size or self._options.snapshot_chunk_size)
         return min(time.monotonic() - attempt.begun, MAX_REST_S) if is_adaptive else 0.0
 
     def _after(self, attempt: _Attempt, read: ChunkRead, state: RequestState) -> dict[str, Any]:
-        """How far the request is with this chunk."""
+        """The request's progress with this chunk."""
         last_key, keys_done = state.last_key, attempt.keys_done
         if state.request.keys_file:
             is_last = attempt.order.keys == ()
@@ -334,7 +334,7 @@ class BesideStream:
 
     @staticmethod
     def _rows(attempt: _Attempt) -> list[pa.RecordBatch] | None:
-        """The rows of a chunk as they are now, or the keys that have vanished as deletes. None: the stream does not tell."""
+        """The rows of a chunk as they are now, or vanished keys as deletes. None: the stream does not tell."""
         order, known = attempt.order, attempt.order.known
         assert attempt.window is not None and attempt.chunk is not None and known is not None
         if not order.only_keys:
@@ -364,7 +364,7 @@ class BesideStream:
                 path.unlink()
 
     def status(self) -> list[dict[str, Any]]:
-        """For `pgcdc status`: every request, and how long it may take."""
+        """For `pgcdc status`: every request, and its remaining time."""
         name, begun, rows = self._pace
         elapsed = max(time.monotonic() - begun, 0.001)
         return [describe(one, (one.rows - rows) / elapsed if one.id == name else None) for one in self._queue.entries()]

@@ -1,10 +1,10 @@
-"""How a table is cut into chunks that tasks read side by side. Every row is in exactly one of them.
+"""How a table is cut into chunks that tasks read in parallel. Every row is in exactly one of them.
 
 By blocks of the heap (ctid ranges: a row does not move while a snapshot can see it), or by ranges of the primary key. The
-first chunk has no beginning and the last no end, so that rows outside what was planned are in one of them, too.
+first chunk has no start and the last no end, so that unplanned rows are in one of them, too.
 
 By blocks a table must not be rewritten between plan and read (TRUNCATE, VACUUM FULL, ALTER TABLE), nor would a snapshot see
-its rows afterwards: a chunk knows the file that it was planned for, and `lock_chunks` compares.
+its rows afterwards: a chunk knows the file it was planned for, and `lock_chunks` compares.
 """
 
 from __future__ import annotations
@@ -44,19 +44,17 @@ CHUNK_BYTES = int(os.environ.get("PGCDC_SNAPSHOT_CHUNK_BYTES", "") or 16 << 20)
 """Of a table, for one task. (The variable is for tests.)"""
 MAX_CHUNKS = 10_000
 LOCK_TIMEOUT = "2s"
-SMALL_BYTES = 256 << 20
-"""A table that is smaller is read by its key in any case: what a crash leaves of it can be read by key as well."""
-CORRELATED = 0.5  # Rows that stand in the table about in the order of the key can be read by it without jumping
+SMALL_BYTES = 256 << 20  # A smaller table is always read by its key: so can be what a crash leaves of it
+CORRELATED = 0.5  # Rows stored about in key order can be read by key without jumping
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Some rows of one table (of a partitioned one: of one partition)."""
+    """Some rows of one table (or of one partition)."""
 
     schema: str
     table: str
-    filenode: int = 0
-    """The file in which the rows are (of a root: the sum of those of its partitions); 0: whichever they are in."""
+    filenode: int = 0  # The rows' file (for a root: the sum of its partitions' files); 0: any
     is_root: bool = False  # With the rows of all partitions
     first_block: int | None = None
     end_block: int | None = None  # The first block that is not in the chunk
@@ -66,17 +64,16 @@ class Chunk:
 
     @property
     def source(self) -> str:
-        """What stands behind FROM."""
+        """The FROM clause."""
         return quote_qualified(self.schema, self.table) if self.is_root else f"ONLY {self.sql}"
 
     @property
     def sql(self) -> str:
-        """The table, as SQL takes it."""
         return quote_qualified(self.schema, self.table)
 
     @property
     def conditions(self) -> list[str]:
-        """Which rows, in SQL: all of them are true."""
+        """SQL conditions, joined with AND."""
         return [
             *([f"ctid >= '({self.first_block},0)'"] if self.first_block is not None else []),
             *([f"ctid < '({self.end_block},0)'"] if self.end_block is not None else []),
@@ -87,20 +84,19 @@ class Chunk:
 def key_conditions(
     key: Sequence[str], after: Sequence[str] | None, low: Sequence[str] | None, high: Sequence[str] | None
 ) -> list[str]:
-    """Which keys, in SQL: behind `after`, from `low` on, below `high`; None: no such bound."""
+    """SQL for keys behind `after`, from `low` on, below `high`; None: no such bound."""
     columns = ", ".join(map(quote_identifier, key))
     bounds = ((">", after), (">=", low), ("<", high))
     return [f"({columns}) {sign} ({literals(bound)})" for sign, bound in bounds if bound is not None]
 
 
 def literals(values: Sequence[str]) -> str:
-    """Texts as SQL takes them."""
     return ", ".join(map(quote_literal, values))
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What is cut: a table, or one partition of it."""
+    """What is cut: a table, or one partition."""
 
     oid: int
     schema: str
@@ -116,11 +112,11 @@ class _Part:
 
 @explain_errors("plan how to read the table")
 def plan_chunks(conn: Connection, table: Table, *, count: int, by_key: bool = False) -> list[Chunk]:
-    """About `count` chunks; more of a partitioned table: no fewer than partitions. By blocks, unless that means to read the
-    whole table for each (before PostgreSQL 14) or `by_key` asks for keys; a table that has no primary key is then one chunk.
-    An empty table is one chunk, a partitioned table without partitions none."""
+    """About `count` chunks; at least one per partition. By blocks, unless each would read the whole table (before PostgreSQL
+    14) or `by_key` asks for keys; a table without primary key is then one chunk. An empty table is one chunk, a partitioned
+    table without partitions none."""
     parts = _read_parts(conn, table)
-    if not all(part.is_readable for part in parts):  # it may still be that the rows can be read through the root
+    if not all(part.is_readable for part in parts):  # the rows may still be readable through the root
         return [Chunk(table.schema, table.table, sum(part.filenode for part in parts), is_root=True)]
     by_key = by_key or conn.info.server_version < TID_RANGE_SCAN
     total = sum(part.nbytes for part in parts)
@@ -132,34 +128,32 @@ def plan_chunks(conn: Connection, table: Table, *, count: int, by_key: bool = Fa
 
 
 def whole_table(table: Table) -> Chunk:
-    """Everything that is in the table when it is read."""
     return Chunk(table.schema, table.table, is_root=table.kind == "p")
 
 
 @explain_errors("read the files of the table")
 def files_text(conn: Connection, table: Table) -> str:
-    """Which files the rows are in: the table's, or those of the partitions that there are now. To be compared."""
+    """The rows' files: the table's, or those of its current partitions. For comparison."""
     files = sorted((part.schema, part.table, part.filenode) for part in _read_parts(conn, table))
     return hashlib.sha256(json.dumps(files).encode()).hexdigest()[:32]
 
 
 @explain_errors("read the size of the table")
 def table_bytes(conn: Connection, table: Table) -> int:
-    """What the rows take on disk, with values that are stored apart."""
+    """The rows' size on disk, with out-of-line values."""
     return sum(part.nbytes for part in _read_parts(conn, table))
 
 
 @explain_errors("read the size of the table")
 def estimate_rows(conn: Connection, table: Table) -> int:
-    """About how many rows there are."""
     parts = _read_parts(conn, table)
     return round(sum(_estimate_rows(conn, part) if part.is_readable else max(part.rows, 0) for part in parts))
 
 
 @explain_errors("lock the table")
 def lock_chunks(conn: Connection, chunks: Sequence[Chunk]) -> None:
-    """Keep the chunks' rows where they are until the transaction ends. SourceError if they are there no more. Call it before
-    any query of the transaction: without a snapshot of others its own begins with the first."""
+    """Keep the chunks' rows in place until the transaction ends. SourceError if they have moved. Call it before any query of
+    the transaction: without an imported snapshot its own begins with the first."""
     for chunk in chunks:
         try:
             with conn.transaction():
@@ -175,7 +169,7 @@ def lock_chunks(conn: Connection, chunks: Sequence[Chunk]) -> None:
 
 
 def _filenode(conn: Connection, chunk: Chunk) -> int:
-    # These functions look at what is now, a query of the catalog would look into our snapshot.
+    # These functions look at the present, a catalog query would look into our snapshot.
     query = "SELECT pg_relation_filenode(%s::regclass)::int8"
     if chunk.is_root:
         query = "SELECT sum(pg_relation_filenode(relid)::int8)::int8 FROM pg_partition_tree(%s::regclass)"
@@ -229,8 +223,8 @@ def _read_parts(conn: Connection, table: Table) -> list[_Part]:
     return [_Part(*(*fields, tuple(key))) for *fields, key in found]
 
 
-# The rows estimated of a table without any are -1 since PostgreSQL 14, and were 0 before. What the estimate was made for
-# may have grown since, so it is the density that counts.
+# An empty table's row estimate is -1 since PostgreSQL 14, and was 0 before. The table may have grown since
+# the estimate, so the density counts.
 _PARTS = """
 SELECT c.oid::int8, n.nspname::text, c.relname::text, coalesce(pg_relation_filenode(c.oid), 0)::int8,
        coalesce(pg_relation_size(c.oid), 0) / current_setting('block_size')::int8, coalesce(pg_table_size(c.oid), 0),
@@ -256,9 +250,9 @@ ORDER BY n.nspname, c.relname
 def plan_tables(
     url: str, publications: Sequence[str], snapshot: str, oids: set[int] | None = None
 ) -> list[tuple[PublishedTable, tuple[list[Chunk], int] | None]] | None:
-    """These tables (None: all) with their chunks in a snapshot, and about how many rows; None: the snapshot was lost. A
-    table that was truncated or altered since cannot be read in it: None, too. One that is not there is gone. Who plans is
-    the capture's loop, which must not wait for locks: LockNotAvailable is the cause of a SourceError then."""
+    """These tables (None: all) with their chunks in a snapshot, and estimated rows; None: the snapshot was lost. A table
+    truncated or altered since cannot be read in it: None, too. A missing one is gone. The capture's loop plans and must not
+    wait for locks: LockNotAvailable is then the cause of a SourceError."""
     with connect(url, application_name="pgcdc snapshot reader") as conn:
         conn.execute(f"SET lock_timeout = {quote_literal(LOCK_TIMEOUT)}".encode())
         now = {one.relation.oid: one for one in read_published(conn, publications)}
@@ -274,7 +268,7 @@ def plan_tables(
 
 
 def _try_to_cut(conn: Connection, table: PublishedTable, then: PublishedTable | None) -> tuple[list[Chunk], int] | None:
-    """The chunks and about how many rows; None if the table was changed since the snapshot."""
+    """The chunks and estimated rows; None if the table was changed since the snapshot."""
     if then is None or then.relation != table.relation or _is_rewritten(conn, table.relation.oid):
         return None
     try:
@@ -292,12 +286,12 @@ def _try_to_cut(conn: Connection, table: PublishedTable, then: PublishedTable | 
 
 
 def _is_rewritten(conn: Connection, oid: int) -> bool:
-    """Whether the table (or a partition of it) has another file now than in the snapshot, which would not see its rows."""
+    """Whether the table (or a partition) has another file than in the snapshot, which would not see its rows."""
     row = conn.execute(_REWRITTEN, [oid, oid]).fetchone()
     return bool(row and row[0])
 
 
-# The catalog is that of the snapshot; the function looks at what is now.
+# The catalog is that of the snapshot; the function looks at the present.
 _REWRITTEN = """
 SELECT bool_or(c.relfilenode::int8 IS DISTINCT FROM pg_relation_filenode(c.oid)::int8)
 FROM pg_class c WHERE c.relkind = 'r' AND (c.oid = %s OR c.oid IN (SELECT relid FROM pg_partition_tree(%s::oid)))

@@ -1,11 +1,11 @@
-"""Rows that are there already, by `COPY (SELECT ...) TO STDOUT`: values are byte for byte those that the stream sends.
+"""Existing rows, by `COPY (SELECT ...) TO STDOUT`: values are byte for byte those that the stream sends.
 
-Both write a value by the output function of its type, in a session with the same settings; a cast to text would not
-(`true` for `t`, char(n) without its blanks). COPY only escapes, which is undone here. Rows go straight into buffers, and
-come out as the flat arrays that typed rows are made from: one value after the other, row after row.
+Both write a value by its type's output function, in a session with the same settings; a cast to text would not (`true` for
+`t`, char(n) without its blanks). COPY only escapes, which is undone here. Rows go straight into buffers, and come out as the
+flat arrays that typed rows are made from: one value after the other, row after row.
 
-There are two implementations with the same results, in C (`_copy.pyx`) and here in Python, which runs where there was
-no compiler and is the one to read first.
+Two implementations give the same results: C (`_copy.pyx`), and Python here, which runs without a compiler and is the one to
+read first.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from pgcdc.spool.schema import CHANGES
 
 BATCH_BYTES: Final = 4 * 1024 * 1024
 MAX_BATCH_BYTES: Final = 1 << 30
-"""Offsets have 31 bits, and one more row (1 GB at most) is added to what is not full yet."""
+"""Offsets have 31 bits, and one more row (1 GB at most) may be added to a buffer that is not full."""
 
 GetCopyData = Callable[[int], "tuple[int, memoryview | bytes]"]
-"""`pgconn.get_copy_data`: size and content of one message. Size 0: none is here yet; -1: there are no more."""
+"""`pgconn.get_copy_data`: size and content of one message. Size 0: none yet; -1: no more."""
 
 _READABLE: Final = waiting.Wait.R
 _ADVICE: Final = "The server does not write this: please report it, with the versions of PostgreSQL and pgcdc"
@@ -51,22 +51,21 @@ class CopyBuffer(Protocol):
 
 
 def select_statement(columns: Iterable[str], source: str, conditions: Sequence[str | None] = (), tail: str = "") -> str:
-    """SELECT of these columns. `source` stands behind FROM; conditions (None: no such one) are joined with AND."""
+    """SELECT of these columns. `source` is the FROM clause; conditions (None: skipped) are joined with AND."""
     given = " AND ".join(f"({one}\n)" for one in conditions if one)  # a comment ends there
     where = f" WHERE {given}" if given else ""
     return f"SELECT {', '.join(map(quote_identifier, columns))} FROM {source}{where}{tail}"
 
 
 def copy_statement(columns: Iterable[str], source: str, conditions: Sequence[str | None] = (), tail: str = "") -> str:
-    """The same as a COPY."""
     return f"COPY ({select_statement(columns, source, conditions, tail)}) TO STDOUT"
 
 
 def check_condition(
     conn: Connection, columns: Iterable[str], source: str, conditions: Sequence[str | None], wrong: str
 ) -> None:
-    """Ask for no row: what is wrong with rights, columns or conditions is said before anything starts. `wrong` says that the
-    user's condition is none; without one it is empty, and everything is raised as it comes."""
+    """Ask for no row: wrong rights, columns or conditions show before anything starts. `wrong` is the message for the user's
+    invalid condition; without a condition it is empty, and errors pass unchanged."""
     try:
         execute_one(conn, select_statement(columns, source, conditions, " LIMIT 0"))
     except (psycopg.ProgrammingError, psycopg.DataError) as error:
@@ -77,9 +76,8 @@ def check_condition(
 
 
 def copy_rows(conn: Connection, statement: str, columns: int, *, batch_bytes: int = BATCH_BYTES) -> Generator[pa.Array]:
-    """The rows of a COPY statement in flat arrays of about `batch_bytes`, with `columns` values for each row. Raises what
-    psycopg raises for the server's errors. If it is not read to its end the connection is closed, because the server would
-    go on sending."""
+    """The rows of a COPY statement in flat arrays of about `batch_bytes`, with `columns` values per row. Raises psycopg's
+    errors. If it is not read to its end the connection is closed, because the server would keep sending."""
     pgconn = conn.pgconn
     buffer = new_copy_buffer(columns)
     nbytes = min(batch_bytes, MAX_BATCH_BYTES)
@@ -103,7 +101,7 @@ def copy_rows(conn: Connection, statement: str, columns: int, *, batch_bytes: in
 
 
 def _fill(pgconn: pq.abc.PGconn, buffer: CopyBuffer, nbytes: int) -> PQGen[int]:
-    """Fills the buffer as far as it may, and waits for the server where it must."""
+    """Fills the buffer, waiting for the server where necessary."""
     while (state := buffer.fill(pgconn.get_copy_data, nbytes)) == 0:
         while not (yield _READABLE):
             continue
@@ -112,14 +110,12 @@ def _fill(pgconn: pq.abc.PGconn, buffer: CopyBuffer, nbytes: int) -> PQGen[int]:
 
 
 def row_lists(values: pa.Array, columns: int) -> pa.Array:
-    """The flat values as a list for each row: the form of `new` in the schema CHANGES."""
+    """The flat values as a list per row: the form of `new` in the schema CHANGES."""
     offsets = pa.array(np.arange(0, len(values) + 1, columns, dtype=np.int32))
     return pa.ListArray.from_arrays(offsets, values, type=CHANGES.field("new").type)
 
 
 class PythonCopyBuffer:
-    """The buffer in Python."""
-
     def __init__(self, columns: int) -> None:
         if columns < 1:
             raise ValueError(f"rows have at least one column, not {columns}")
@@ -129,11 +125,9 @@ class PythonCopyBuffer:
 
     @property
     def rows(self) -> int:
-        """How many rows are held."""
         return len(self._values) // self._columns
 
     def fill(self, get: GetCopyData, nbytes: int) -> int:
-        """Take lines until about `nbytes` are held (1), none is here yet (0), or there are no more (-1)."""
         while self._nbytes < nbytes:
             size, line = get(1)
             if size <= 0:
@@ -153,7 +147,6 @@ class PythonCopyBuffer:
         return [_unescape(field) for field in fields]
 
     def take(self) -> pa.Array:
-        """All values held, as one flat array; none are held then."""
         made = pa.array(self._values, pa.binary())
         self._values, self._nbytes = [], 0
         return made
@@ -177,7 +170,7 @@ def _meant(found: re.Match[bytes]) -> bytes:
 
 
 def no_end_error() -> DecodeError:
-    """A message that is no line."""
+    """A message that is not a line."""
     return DecodeError("a row of COPY has no end of line", _ADVICE)
 
 
@@ -187,7 +180,7 @@ def column_count_error(found: int, columns: int) -> DecodeError:
 
 
 def escape_error(behind: bytes) -> DecodeError:
-    """A backslash before something that is never escaped."""
+    """A backslash before a character that is never escaped."""
     return DecodeError(f"a row of COPY has an unknown escape: {(chr(92).encode() + behind)!r}", _ADVICE)
 
 

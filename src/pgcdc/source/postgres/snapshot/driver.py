@@ -45,16 +45,15 @@ from pgcdc.source.postgres.snapshot.requests import PlannedTable, RequestQueue, 
 logger = logging.getLogger("pgcdc.capture")
 
 READERS = max(1, min(4, os.cpu_count() or 1))
-STAGED_BYTES = 4 * CHUNK_BYTES
-"""So much may wait on disk for a spool that is full, or a capture that is slower than its readers."""
+STAGED_BYTES = 4 * CHUNK_BYTES  # How much may wait on disk for a full spool, or for a capture slower than its readers
 LOCKED_S = 2.0  # How long to do other things when a table is locked
 HELD_INTERVAL_S = 0.5
-MAX_LOSSES = 3  # A snapshot that is lost so often before one row of it is released will never be read
+MAX_LOSSES = 3  # A snapshot lost this often before its first release will never be read
 WARN_AFTER_S = 600.0
 
 
 class Snapshots:
-    """Those of one state directory. Not thread-safe."""
+    """The snapshots of one state directory. Not thread-safe."""
 
     def __init__(
         self, options: PostgresOptions, publications: Sequence[str], state: StateDir, base: Position, name: str
@@ -67,17 +66,16 @@ class Snapshots:
         self.readers = Readers(options.db, publications, name, READERS)
         self.beside = BesideStream(options, self._folder, self.queue, self.releases, self.readers)
         self._held: set[int] = set()
-        self._changed: dict[int, str] = {}  # Tables that could not be read in their snapshot, and why
+        self._changed: dict[int, str] = {}  # Tables unreadable in their snapshot, and why
         self._losses, self._failures = 0, 0
         self._held_due = self._read_due = self._plan_due = 0.0
-        self._paces: dict[int, tuple[float, int]] = {}
-        """When the first rows of a table were released, and how many these were."""
+        self._paces: dict[int, tuple[float, int]] = {}  # When a table's first rows were released, and how many
         self._warning = ""
         self.rules: list[SkipRule] = []  # What the stream has to leave out
         self._recover()
 
     def _recover(self) -> None:
-        """What was released or staged, and is not in the file of state: a crash came between."""
+        """Released or staged rows that are missing in the state file: a crash came between."""
         plan = self.queue.initial
         for note, rows in self.releases.found:
             if "initial" in note:
@@ -94,27 +92,27 @@ class Snapshots:
 
     @property
     def is_first(self) -> bool:
-        """Whether there are rows to come before the stream."""
+        """Whether rows come before the stream."""
         return self.queue.initial.is_active
 
     @property
     def holds_stream(self) -> bool:
-        """Whether the stream is not to be read, now or at all."""
+        """Whether the stream must not be read, now or at all."""
         rest = [one for one in self.queue.entries() if one.request.kind == "initial"]  # is read beside the stream
         has_rest = any(one.status in ("queued", "running") for one in rest)
         return self.is_first or (self._options.is_snapshot_only and not has_rest)
 
     @property
     def initial_end(self) -> Position | None:
-        """Where the rows of the initial snapshot end; that of nothing without one, None while it is under way."""
+        """The end of the initial snapshot's rows; the start without one, None while it runs."""
         if self.is_first:
             return None
         done = self.queue.initial.completed
         return Position.parse(done["end"]) if done else Position.at(0, 0)
 
     def step(self, end: Position, *, may_work: bool) -> Release | None:
-        """Go on. `end` is where the spool ends; if it `may_work`, everything that was read is in the spool. A release that
-        is returned is durable; it has to be made visible before anything else."""
+        """Continue. `end` is the spool's end; if it `may_work`, everything read is in the spool. A returned release is
+        durable; it must become visible before anything else."""
         if not self.is_first:
             return self.beside.step(end, may_work=may_work)
         try:
@@ -127,7 +125,6 @@ class Snapshots:
             raise SourceError(error.message, f"{error.advice} (nothing is lost: start again after that)") from None
 
     def close(self) -> None:
-        """End the processes that read."""
         self.readers.close()
 
     # --- first: tables of the initial snapshot
@@ -156,7 +153,7 @@ class Snapshots:
         return None
 
     def _unread(self) -> Iterator[tuple[PlannedTable, str]]:
-        """What is to be read next. Of tables with a key not too much waits to be released; others are staged whole."""
+        """What to read next. Tables with a key stage a limited amount; others are staged whole."""
         tables = self.queue.initial.unfinished
         staged_bytes = sum(one.written[0] for table in tables if table.published.key for one in table.staged.values())
         taken = {order.id for order in self.readers.orders if isinstance(order, StageOrder)}
@@ -185,7 +182,7 @@ class Snapshots:
             raise answer
 
     def _release_first(self, table: PlannedTable, end: Position) -> Release | None:
-        """What comes next of a table: its start, rows, or its end. None: there is nothing more, for now."""
+        """A table's next release: its start, rows, or its end. None: nothing for now."""
         if not table.is_started:
             return self._put(table, "started", self._mark(table, Op.SNAPSHOT_STARTED), end)
         for name, staged in list(table.staged.items()):
@@ -194,7 +191,7 @@ class Snapshots:
                 release = self._put(table, name, staged, end)
                 self._paces.setdefault(table.oid, (time.monotonic(), table.rows))
                 return release
-            self.queue.initial.note(table.oid, name, 0)  # its file stays: it says that the chunk was read
+            self.queue.initial.note(table.oid, name, 0)  # its file stays: it marks the chunk as read
         if table.chunks:
             return None
         logger.info("table %s: %d rows", table.published.title, table.rows)
@@ -205,7 +202,7 @@ class Snapshots:
         return self.releases.stage([snapshot_mark(op, name, "initial", table.published.relation, table.rows)])
 
     def _put(self, table: PlannedTable, what: str, staged: Staged, end: Position) -> Release:
-        """Into the stream, with a note that tells after a crash."""
+        """Into the stream, with a note for after a crash."""
         release = self.releases.add(end, staged, table.published.relation, {"initial": table.oid, "what": what})
         self.queue.initial.note(table.oid, what, staged.rows)
         return release
@@ -213,7 +210,7 @@ class Snapshots:
     # --- snapshots that are held, and lost
 
     def _look_at_holds(self) -> None:
-        """See which snapshots are held, and let go of those that nobody needs. The youngest may still get its tables."""
+        """Find the held snapshots, and release unneeded ones. The youngest may still get its tables."""
         if (now := time.monotonic()) < self._held_due:
             return
         self._held_due = now + HELD_INTERVAL_S
@@ -227,7 +224,7 @@ class Snapshots:
         return table.chunks is None or table.oid in self._changed or table.hold not in self._held
 
     def _plan_lost(self) -> None:
-        """Plan what was not planned, and see that the rest of every table whose snapshot was lost is read otherwise."""
+        """Plan the unplanned, and read the rest of tables whose snapshot was lost in another way."""
         plan = self.queue.initial
         lost = [table for table in plan.unfinished if not table.is_whole and self._is_lost(table)]
         for table in lost:
@@ -246,7 +243,7 @@ class Snapshots:
             self._plan_due = time.monotonic() + LOCKED_S
 
     def _move(self, table: PlannedTable) -> None:
-        if not table.published.key:  # it is released when all of it is staged: somebody has deleted what is missing
+        if not table.published.key:  # it is released when all of it is staged: somebody deleted the missing part
             raise StateError(
                 f"rows of table {table.published.title} are missing in {self._folder}",
                 "Restore the state directory from a backup, or start over with a new slot and a new --state-dir",
@@ -270,8 +267,8 @@ class Snapshots:
         logger.warning("%s: %s; what is not released yet is read in a new snapshot", names, why)
 
     def _plan(self, last: int, tables: dict[int, PlannedTable] | None) -> None:
-        """Plan these tables (None: all) in a snapshot behind number `last`: one that is held already, or one of now. What
-        that one sees is left out of the stream."""
+        """Plan these tables (None: all) in a snapshot behind number `last`: a held one, or a new one, whose rows are left
+        out of the stream."""
         plan = self.queue.initial
         hold = next((one for one in plan.holds.values() if one.number > last and is_held(self._folder, one)), None)
         if hold is None:
@@ -309,8 +306,8 @@ class Snapshots:
     # --- for people
 
     def answer(self, content: dict[str, Any], sql: Connection | None) -> dict[str, Any]:
-        """Do what is asked over the control socket: `action` is add, pause, resume, stop or list. A table is looked at
-        first, so that a refusal comes at once. All that is known comes back under `snapshots`."""
+        """Handle a control request: `action` is add, pause, resume, stop or list. The table is checked first, so that a
+        refusal comes at once. Returns everything known under `snapshots`."""
         if content["action"] == "add":
             request = make_request(content)
             request.check()
@@ -357,7 +354,7 @@ class Snapshots:
         return time.time() - min(times) if times else 0.0
 
     def _warn(self) -> None:
-        """After ten minutes, and when half and nine tenths of the time are over."""
+        """After ten minutes, and at half and nine tenths of the time limit."""
         limit_s, held_s = self._options.snapshot_hold_limit, self._held_s()
         passed = [after for after in sorted((WARN_AFTER_S, limit_s / 2, limit_s * 0.9)) if held_s >= after]
         if not passed:

@@ -41,37 +41,34 @@ POLL_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class HeldSnapshot:
-    """What readers of a DataFrame need to know. Picklable: it travels to the executors."""
+    """What readers of a DataFrame need. Picklable: it goes to the executors."""
 
     snapshot: str  # Its name on the server
     session: str  # The application_name of its readers
     keep_s: float
 
     def to_text(self) -> str:
-        """As an option of a source."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_text(cls, text: str) -> HeldSnapshot:
-        """The snapshot behind `to_text()`."""
         return cls(**json.loads(text))
 
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """A snapshot that is held for an initial snapshot."""
+    """A snapshot held for an initial snapshot."""
 
     number: int
     name: str  # On the server
-    file: str  # Of its process, in the folder of the plan: it ends when this is gone
+    file: str  # Of its process, in the plan's folder: it ends when this is gone
     time: float
-    visible: str | None = None
-    """What it sees, as pg_snapshot; None for that of the slot itself, behind which the stream begins."""
+    visible: str | None = None  # What it sees, as pg_snapshot; None for the slot's own, behind which the stream begins
     lsn: int = 0  # Everything that it sees was written before
 
 
 def hold_snapshot(url: str, *, watch_pid: int, keep_s: float) -> HeldSnapshot:
-    """Export a snapshot of now. It is held until `watch_pid` ends, or nobody has read in it for `keep_s`."""
+    """Export a new snapshot, held until `watch_pid` ends or nobody has read in it for `keep_s`."""
     session = f"pgcdc read {uuid.uuid4().hex[:12]}"
     spec = {"url": url, "watch_pid": watch_pid, "keep_s": keep_s, "session": session}
     found = _start(spec)
@@ -79,9 +76,9 @@ def hold_snapshot(url: str, *, watch_pid: int, keep_s: float) -> HeldSnapshot:
 
 
 def hold_for_long(url: str, state: StateDir, number: int, *, limit_s: float, exported: str | None = None) -> Hold:
-    """Hold a snapshot for an initial snapshot: the one that was exported under this name, or a new one."""
+    """Hold a snapshot for an initial snapshot: the exported one of this name, or a new one."""
     state.snapshot.mkdir(parents=True, exist_ok=True)
-    file = f"holder-{number}-{secrets.token_hex(4)}.json"  # never the name of another, who may still be ending
+    file = f"holder-{number}-{secrets.token_hex(4)}.json"  # never another one's name, which may still be ending
     spec = {
         "url": url, "path": str(state.snapshot / file), "capture_lock": str(state.capture_lock), "limit_s": limit_s,
         "alone_s": float(os.environ.get("PGCDC_SNAPSHOT_ALONE_S", ALONE_S)), "exported": exported,
@@ -92,12 +89,12 @@ def hold_for_long(url: str, state: StateDir, number: int, *, limit_s: float, exp
 
 
 def is_held(folder: Path, hold: Hold) -> bool:
-    """Whether its process lives. It ends a moment after the server did."""
+    """Whether its process lives. It ends a moment after the server."""
     return Lock.holder(folder / hold.file) is not None
 
 
 def let_go(folder: Path, kept: Collection[str] = ()) -> None:
-    """End every process that was started for this folder, but those of these files."""
+    """End every process of this folder except those of these files."""
     for path in folder.glob("holder-*.json"):
         if path.name not in kept:
             path.unlink(missing_ok=True)
@@ -105,7 +102,7 @@ def let_go(folder: Path, kept: Collection[str] = ()) -> None:
 
 @contextmanager
 def read_in_snapshot(url: str, held: HeldSnapshot | None) -> Iterator[Connection]:
-    """A connection in a transaction that only reads: in the snapshot, or without one in a snapshot of its own."""
+    """A connection in a read-only transaction: in the snapshot, or in its own."""
     with connect(url, application_name=held.session if held else "pgcdc") as conn:
         conn.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
         if held is not None and not import_snapshot(conn, held.snapshot):
@@ -118,7 +115,7 @@ def read_in_snapshot(url: str, held: HeldSnapshot | None) -> Iterator[Connection
 
 
 def import_snapshot(conn: Connection, name: str) -> bool:
-    """Read in a snapshot from now on, in a transaction that has just begun. False if it is no longer held."""
+    """Read in a snapshot from now on, in a fresh transaction. False if it is no longer held."""
     try:
         conn.execute(f"SET TRANSACTION SNAPSHOT {quote_literal(name)}".encode())
     except (psycopg.ProgrammingError, psycopg.DataError, psycopg.errors.ObjectNotInPrerequisiteState):
@@ -130,8 +127,8 @@ def import_snapshot(conn: Connection, name: str) -> bool:
 
 
 def _start(spec: dict[str, Any]) -> dict[str, Any]:
-    """Start the process and tell it what to do, on its standard input: no secret is among its arguments. Returns its one
-    line, in which it says that it does; raises what it failed with."""
+    """Start the process with its orders on stdin: no secret is among its arguments. Returns its one line, or raises what it
+    failed with."""
     process = subprocess.Popen(
         [sys.executable, "-m", "pgcdc.source.postgres.snapshot.held"],
         stdin=subprocess.PIPE,
@@ -154,15 +151,14 @@ def _start(spec: dict[str, Any]) -> dict[str, Any]:
     return reply
 
 
-_STARTED: list[subprocess.Popen[bytes]] = []
-"""Processes that we started: kept, so that `poll` collects them when they end."""
+_STARTED: list[subprocess.Popen[bytes]] = []  # Our child processes: kept, so that `poll` collects them when they end
 
 
 # --- in the process
 
 
 def main() -> int:
-    """Export a snapshot, say so in one line on standard output, and hold it."""
+    """Export a snapshot, report it in one line on stdout, and hold it."""
     spec = json.loads(sys.stdin.read())
     path = Path(spec["path"]) if "path" in spec else None
     may_retry = path is not None and not spec["exported"]
@@ -201,7 +197,6 @@ def main() -> int:
 
 
 def _say(reply: dict[str, Any]) -> None:
-    """The one line. Nobody listens behind it."""
     if not sys.stdout.closed:
         print(json.dumps(reply))
         sys.stdout.close()

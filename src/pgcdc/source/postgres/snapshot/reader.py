@@ -53,7 +53,7 @@ _FORK = multiprocessing.get_context("fork")
 
 @dataclass(frozen=True, slots=True)
 class StageOrder:
-    """A part of a table, to be read in a snapshot that is held."""
+    """A part of a table, to be read in a held snapshot."""
 
     id: str  # Of the chunk in the plan
     snapshot: str  # Its name on the server
@@ -68,10 +68,10 @@ class StageOrder:
 
 @dataclass(frozen=True, slots=True)
 class ChunkOrder:
-    """The next rows of a table, or some rows of it, to be read in a snapshot of now."""
+    """The next rows of a table, or given ones, to be read in a new snapshot."""
 
     table: str  # As the user writes it
-    oid: int = 0  # The table that it was before; 0 if it was not looked for yet
+    oid: int = 0  # The table's previous oid; 0 if not looked up yet
     known: PublishedTable | None = None  # None: look only what the table is like
     where: str = ""
     after: tuple[str, ...] | None = None  # The last key that was read before
@@ -83,12 +83,11 @@ class ChunkOrder:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """What a row consists of."""
         assert self.known is not None
         return self.known.key if self.only_keys else self.known.columns
 
     def statement(self) -> str:
-        """The COPY. Keys are compared by the server, in its own order."""
+        """The COPY. The server compares keys, in its own order."""
         assert self.known is not None
         table, low = self.known, self.low if self.after is None else None
         conditions = [*key_conditions(table.key, self.after, low, self.high), table.row_filter, self.where]
@@ -102,15 +101,15 @@ class ChunkOrder:
 
 @dataclass(slots=True)
 class ChunkRead:
-    """What was read, and what is to be known of the moment in which it was."""
+    """What was read, and the details of that moment."""
 
-    table: PublishedTable  # As the catalog describes it in the same moment
+    table: PublishedTable  # As the catalog describes it at the same moment
     values: list[pa.Array] = field(default_factory=list)
     rows: int = 0
     nbytes: int = 0
     is_last: bool = False  # There is nothing behind it
     snapshot: str = ""  # What was visible: `xmin:xmax:xip,...`
-    lsn: int = 0  # When the stream has passed this, it has passed everything that was visible
+    lsn: int = 0  # When the stream has passed this, it has passed everything visible
     time_us: int = 0
     seconds: float = 0.0
     estimated_rows: int = 0
@@ -123,7 +122,7 @@ Answer = Staged | ChunkRead | PgcdcError
 
 
 class Reader:
-    """Reads in one session, which is opened again when it was lost."""
+    """Reads in one session, which is reopened when lost."""
 
     def __init__(self, url: str, publications: Sequence[str], application_name: str) -> None:
         self._url = url
@@ -146,10 +145,9 @@ class Reader:
             return PgcdcError(f"a chunk cannot be read: {error!r}", "This is a bug in pgcdc: please report it")
         finally:
             if self._conn is not None and self._conn.pgconn.transaction_status != pq.TransactionStatus.IDLE:
-                self.close()  # in a transaction, it would read in its old snapshot for ever
+                self.close()  # in a transaction it would read in its old snapshot forever
 
     def close(self) -> None:
-        """End the session."""
         if self._conn is not None:
             with contextlib.suppress(psycopg.Error):
                 self._conn.close()
@@ -217,8 +215,8 @@ class Reader:
         assert row is not None
         table = find_table(conn, self._publications, order.table, known.relation.oid)
         read = ChunkRead(table, snapshot=row[0], time_us=row[1])
-        begun = time.monotonic()  # behind what takes as long for any number of rows
-        if table == known and order.keys != ():  # else it is to be looked at again, when the stream has come so far
+        begun = time.monotonic()  # after what takes the same time for any number of rows
+        if table == known and order.keys != ():  # else look again when the stream has come this far
             self._copy_values(conn, order, read)
         is_whole = not conn.closed
         if is_whole:
@@ -236,12 +234,12 @@ class Reader:
                 read.rows += len(values) // columns
                 read.nbytes += values.nbytes
                 if read.nbytes >= CHUNK_BYTES and order.keys is None:
-                    break  # if there is more, this closes the connection: it is read as the next chunk
+                    break  # if there is more, this closes the connection: the next chunk reads it
 
     def _await_flush(self, read: ChunkRead) -> None:
-        """Until what was visible is on the server's disk, and where in the WAL that is. What is not flushed may be nothing
-        but pages that the reading itself has touched. If nobody commits, only commits that do not wait for their flush
-        matter, and these are flushed after three times wal_writer_delay at most."""
+        """Wait until everything visible is on the server's disk; returns its place in the WAL. Unflushed WAL may be only
+        pages that the reading touched. If nobody commits, only asynchronous commits matter, which are flushed within three
+        times wal_writer_delay."""
         conn = self._connection()
         read.lsn = wal_place(conn)
         row = conn.execute("SELECT setting::float8 / 1000 FROM pg_settings WHERE name = 'wal_writer_delay'").fetchone()
@@ -278,8 +276,7 @@ class _Worker:
 
 
 class Readers:
-    """The processes, as the capture has them; they are started when they are needed. `fileno` becomes readable when `take`
-    has something."""
+    """The reader processes, started on demand. `fileno` becomes readable when `take` has something."""
 
     def __init__(self, url: str, publications: Sequence[str], application_name: str, count: int = 1) -> None:
         self._setup = (url, tuple(publications), application_name)
@@ -289,27 +286,23 @@ class Readers:
 
     @property
     def orders(self) -> list[Order]:
-        """What is being read."""
         return [one.order for one in self._workers if one.order is not None]
 
     @property
     def is_free(self) -> bool:
-        """Whether one more order can be given."""
         return len(self.orders) < self._count
 
     def fileno(self) -> int:
-        """For a selector."""
         return self._selector.fileno()
 
     def start(self, order: Order) -> None:
-        """Read this, by a process that is free."""
         worker = next((one for one in self._workers if one.order is None), None) or self._new_worker()
         worker.order = order
         with contextlib.suppress(OSError):  # it is dead, which `take` will tell
             worker.pipe.send(order)
 
     def take(self) -> tuple[Order, Answer] | None:
-        """What became of an order; None if none is done."""
+        """The outcome of an order; None if none is done."""
         for key, _ in self._selector.select(0):
             worker: _Worker = key.data
             order, worker.order = worker.order, None
@@ -323,12 +316,12 @@ class Readers:
         return None
 
     def close(self) -> None:
-        """End the processes; what is being read is given up."""
+        """End the processes, and give up what they read."""
         for worker in list(self._workers):
             self._end(worker)
 
     def _new_worker(self) -> _Worker:
-        """By a fork: everything is imported. What the objects of the capture hold belongs to the capture."""
+        """Forked: everything is imported. The capture's objects stay the capture's."""
         ours, its = _FORK.Pipe()
         process = _FORK.Process(target=_serve, args=(Reader(*self._setup), os.getpid(), its), daemon=True)
         process.start()
@@ -347,7 +340,7 @@ class Readers:
 
 
 def _serve(reader: Reader, parent: int, pipe: Pipe) -> None:
-    """In the process: read what is ordered, one after the other, until the pipe is closed."""
+    """In the process: read orders one after the other, until the pipe is closed."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _keep_files(pipe.fileno())
     threading.Thread(target=_end_with, args=[parent], daemon=True).start()
@@ -362,14 +355,14 @@ def _serve(reader: Reader, parent: int, pipe: Pipe) -> None:
 
 
 def _keep_files(kept: int) -> None:
-    """Close everything but standard output, standard error and this one."""
+    """Close everything but stdout, stderr and this one."""
     for begin, end in pairwise([-1, 1, 2, kept, os.sysconf("SC_OPEN_MAX")]):
         os.closerange(begin + 1, end)
     os.open(os.devnull, os.O_RDWR)  # becomes standard input
 
 
 def _end_with(parent: int) -> None:
-    """A read may wait for a lock for hours: that must not outlive whoever ordered it."""
+    """A read may wait for a lock for hours: it must not outlive whoever ordered it."""
     while os.getppid() == parent:
         time.sleep(PARENT_POLL_S)
     os._exit(0)

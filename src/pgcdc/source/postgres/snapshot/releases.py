@@ -1,11 +1,11 @@
-"""Rows that come from tables, put into the stream between two transactions: durably, so that every replay has them there.
+"""Rows from tables, put into the stream between two transactions: durably, so that every replay has them there.
 
-The stream can be read again from the slot, and the spool is only a copy of it. Rows of a snapshot cannot: the table has
-changed since. So the file with the rows of a chunk is durable before it is released, and so is the log that says where. A
-spool that is lost is filled again from both, each in its place.
+The stream can be read again from the slot, and the spool is only a copy of it. Snapshot rows cannot: the table has changed
+since. So a chunk's file of rows is durable before it is released, and so is the log that says where. A lost spool is
+refilled from both, each in its place.
 
 A file of rows has the schema CHANGES in any number of record batches, as `stage_rows` writes it. Its `ordinal` and
-`relation` are made when it is released.
+`relation` are set on release.
 """
 
 from __future__ import annotations
@@ -44,21 +44,20 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """The rows of one chunk, and where they stand in the stream."""
+    """The rows of one chunk, and their place in the stream."""
 
     commit: int  # The transaction that they stand behind
     chunk: int
     staged: Staged
-    relation: dict[str, Any] | None  # The shape of the rows; None if none of them is a row of a table
-    note: dict[str, Any]  # What whoever released them has to know after a crash
+    relation: dict[str, Any] | None  # The rows' shape; None if none is a row of a table
+    note: dict[str, Any]  # What the releaser must know after a crash
 
     @property
     def end(self) -> Position:
-        """The position behind the rows."""
         return Position.chunk_end(self.commit, self.chunk)
 
     def follows(self, end: Position) -> bool:
-        """Whether its place is right behind `end`, or `end` is inside of it: it can be made visible at once."""
+        """Whether its place is right behind `end`, or `end` is inside it: it can become visible at once."""
         return end.commit == self.commit and (end.is_snapshot or end.is_end)
 
 
@@ -66,7 +65,7 @@ _RELEASE = TypeAdapter(Release)
 
 
 def new_file(chunk: str = "rows") -> str:
-    """A name that no other file of rows has; `chunk_of` finds the chunk in it."""
+    """A unique name for a file of rows; `chunk_of` finds the chunk in it."""
     return f"{chunk}.{secrets.token_hex(8)}.arrow"
 
 
@@ -76,7 +75,7 @@ def chunk_of(path: Path) -> str:
 
 
 def find_staged(path: Path) -> Staged:
-    """What `stage_rows` gave for this file, to a process that has crashed since."""
+    """`stage_rows`'s result for this file, after a crash."""
     with pa.memory_map(str(path)) as source:
         file = pa.ipc.open_file(source)
         rows = sum(file.get_batch(number).num_rows for number in range(file.num_record_batches))
@@ -84,7 +83,7 @@ def find_staged(path: Path) -> Staged:
 
 
 def stage_rows(path: Path, batches: Iterable[pa.RecordBatch], time_us: int = 0) -> Staged:
-    """Write rows of a chunk, durably: `path` exists only when it is complete. They were read now if no time is given."""
+    """Write rows of a chunk, durably: `path` exists only when complete. Without a time they were read now."""
     rows = 0
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
@@ -107,24 +106,24 @@ def stage_rows(path: Path, batches: Iterable[pa.RecordBatch], time_us: int = 0) 
 
 
 class Releases:
-    """The log of what was released and may be needed again. The capture process owns it."""
+    """The log of releases that may be needed again. The capture process owns it."""
 
     def __init__(self, folder: Path, base: Position, *, keeps_log: bool = False) -> None:
         """`base` is what nobody needs again."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.keeps_log = folder, keeps_log
-        """Whether somebody needs the whole log, also of rows that are everywhere: an initial snapshot that is under way."""
+        """Whether the whole log is needed, including delivered rows: an initial snapshot is running."""
         self._log = folder / "releases.jsonl"
         raws = read_lines(self._log)
         self._known = [_RELEASE.validate_python(raw) for raw in raws]
         self.found = [(one.note, one.staged.rows) for one in self._known if one.note]
-        """The notes that the log had, and how many rows each came with: for whoever has crashed."""
+        """The log's notes with their numbers of rows: for recovery."""
         self.forget(base)
 
     def add(
         self, after: Position, staged: Staged, relation: Relation | None, note: dict[str, Any] | None = None
     ) -> Release:
-        """Release rows behind `after`, where the spool ends; their file belongs to the release then. Durable."""
+        """Release rows behind `after`, the spool's end; the release then owns their file. Durable."""
         if staged.rows > MAX_CHUNK_ROWS:
             raise SpoolError(f"a chunk of {staged.rows} rows is too large", "Choose smaller chunks")
         if not self.has_place(after):
@@ -143,15 +142,15 @@ class Releases:
 
     @staticmethod
     def has_place(after: Position) -> bool:
-        """Whether rows can be released behind a position: at the end of a transaction, or of other rows."""
+        """Whether rows can be released there: at the end of a transaction, or of other rows."""
         return after.is_end and not (after.is_snapshot and after.chunk >= LAST_CHUNK)
 
     def after(self, position: Position) -> list[Release]:
-        """What stands behind `position`, in order."""
+        """The releases behind `position`, in order."""
         return [release for release in self._known if release.end > position]
 
     def forget(self, base: Position) -> None:
-        """Nobody needs anything up to `base` again: delete the files, and the log when nothing is left in it."""
+        """Nobody needs anything up to `base` again: delete the files, and the log when it is empty."""
         gone = [release for release in self._known if release.end <= base]
         self._known = self.after(base)
         if not self._known and not self.keeps_log:
@@ -167,7 +166,7 @@ class Releases:
                 file.unlink()
 
     def batches(self, release: Release, relations: Relations) -> Iterator[CaptureBatch]:
-        """The rows as the capture hands them on: the last batch ends with the chunk."""
+        """The rows as capture batches: the last one ends with the chunk."""
         path = self.folder / release.staged.file
         if not path.exists() or checksum_file(path) != release.staged.written:
             raise StateError(
@@ -196,7 +195,7 @@ def number_rows(
     time_us: int,
     end: Position | None = None,
 ) -> CaptureBatch:
-    """Rows with their final positions and versions, behind `ordinal`. `end`: they are the last ones of their chunk."""
+    """Rows with their final positions and versions, behind `ordinal`. `end`: they are the last of their chunk."""
     of_table = rows.column("relation").to_numpy() >= 0
     version = relations.intern(relation) if relation is not None and of_table.any() else -1
     columns = {
@@ -219,13 +218,13 @@ def number_rows(
 
 
 def snapshot_rows(values: pa.Array, columns: int) -> pa.RecordBatch:
-    """Rows as changes of the operation SNAPSHOT; `values` are those of `copy_rows`: flat, `columns` for each row."""
+    """Rows as changes of the operation SNAPSHOT; `values` are flat, from `copy_rows`, `columns` per row."""
     lists = row_lists(values, columns)
     return _batch(Op.SNAPSHOT, {"new": lists}, len(lists))
 
 
 def deleted_rows(rows: pa.Array) -> pa.RecordBatch:
-    """Rows that are gone, as DELETEs. `rows` are lists of values, one for each column; only those of the key count."""
+    """Vanished rows as DELETEs. `rows` are lists of values, one per column; only the key's count."""
     return _batch(Op.DELETE, {"old": rows}, len(rows), OldKind.KEY)
 
 

@@ -1,9 +1,9 @@
-"""The state of all snapshots of a pipeline, in one file: the initial one, and what was asked for since.
+"""The state of all snapshots of a pipeline, in one file: the initial one, and later requests.
 
 `InitialPlan` says which chunks of which tables are read in which held snapshot. A chunk that was read is a file in the
-folder, and one that is in the stream stands in the log of releases: neither is written down a second time here, so that
-reading costs no write of this file. A request is a table that is read by key beside the stream, with how far it is. What a
-lost snapshot leaves of a table becomes requests in the same step that takes it out of the plan.
+folder, and a released one is in the log of releases: neither is repeated here, so that reading costs no write of this file.
+A request is a table that is read by key beside the stream, with its progress. What a lost snapshot leaves of a table becomes
+requests in the same step that removes it from the plan.
 
 The file is durable, so that a request survives any crash. It belongs to the capture process (`{"do": "snapshot"}` on its
 control socket), or to whoever holds the capture's lock while none runs.
@@ -29,10 +29,10 @@ from pgcdc.source.postgres.snapshot.held import Hold
 from pgcdc.source.postgres.snapshot.releases import Staged
 
 KINDS = ("incremental", "initial", "added", "always", "vanished")
-"""Asked for by a user; the rest of an interrupted initial snapshot; a table that is new in the publication; at every start;
-keys of a sink that the table may have lost."""
+"""Requested by a user; the rest of an interrupted initial snapshot; a table new in the publication; at every start; a sink's
+keys that the table may have lost."""
 RETRIED = ("initial", "added")
-"""Kinds that nobody asks for again: their rows would be missing for ever, so that one that failed is tried again."""
+"""Kinds that nobody requests again: their rows would be missing forever, so a failed one is retried."""
 RETRY_S, MAX_RETRY_S = 1.0, 300.0
 KEPT_FINISHED = 20
 _ENDED = ("done", "stopped", "failed")
@@ -40,12 +40,12 @@ _ENDED = ("done", "stopped", "failed")
 
 # --- the initial snapshot
 
-_DERIVED = Field(exclude=True)  # Not in the file: it is found again after a crash
+_DERIVED = Field(exclude=True)  # Not in the file: recovered after a crash
 
 
 @dataclass(frozen=True, slots=True)
 class SkipRule:
-    """A table was read in a younger snapshot than the slot's: what that one saw is not to come again from the stream."""
+    """A table was read in a younger snapshot than the slot's: the stream must not repeat what that one saw."""
 
     oid: int
     visible: str  # A pg_snapshot
@@ -54,28 +54,27 @@ class SkipRule:
 
 @dataclass(slots=True)
 class PlannedTable:
-    """One table of the initial snapshot, and how far it is."""
+    """One table of the initial snapshot, with its progress."""
 
     published: PublishedTable
     hold: int  # The number of the snapshot that it is read in
     chunks: dict[str, Chunk] | None
-    """What is not released yet; None: it cannot be read in that snapshot, and needs a younger one."""
+    """Chunks not released yet; None: unreadable in that snapshot, it needs a younger one."""
     estimated_rows: int = 0
     ended: str = ""  # complete, moved (the rest is read beside the stream) or gone (it was dropped)
     staged: Annotated[dict[str, Staged], _DERIVED] = field(default_factory=dict)
-    """Chunks that were read: they are released, whatever becomes of their snapshot. The folder tells."""
+    """Chunks that were read: they are released, whatever happens to their snapshot. Derived from the folder."""
     is_started: Annotated[bool, _DERIVED] = False
-    """Whether its start was released. The log of releases tells, as for the rows."""
+    """Whether its start was released. Derived from the log of releases, as for the rows."""
     rows: Annotated[int, _DERIVED] = 0  # How many are released
 
     @property
     def oid(self) -> int:
-        """The table's."""
         return self.published.relation.oid
 
     @property
     def is_whole(self) -> bool:
-        """Whether everything that is left was read."""
+        """Whether everything left was read."""
         return self.chunks is not None and len(self.staged) == len(self.chunks)
 
 
@@ -83,31 +82,30 @@ class PlannedTable:
 class InitialPlan:
     """The initial snapshot of a slot."""
 
-    lsn: int = 0  # Where the slot begins: the rows stand behind it. 0: there is no initial snapshot
+    lsn: int = 0  # Where the slot begins: the rows are behind it. 0: no initial snapshot
     holds: dict[int, Hold] = field(default_factory=dict)
     tables: dict[int, PlannedTable] | None = None  # None: they are not planned yet
-    completed: dict[str, Any] | None = None  # What there was to say at the end; everything else is forgotten then
+    completed: dict[str, Any] | None = None  # The final report; everything else is forgotten then
 
     @property
     def is_active(self) -> bool:
-        """Whether there are rows to come before the stream."""
+        """Whether rows come before the stream."""
         return self.lsn > 0 and self.completed is None
 
     @property
     def unfinished(self) -> list[PlannedTable]:
-        """The tables that have not ended."""
         return [table for table in (self.tables or {}).values() if not table.ended]
 
     @property
     def rules(self) -> list[SkipRule]:
-        """What the stream has to leave out, for ever: it may be read again from its beginning."""
+        """What the stream must leave out, forever: it may be read again from its beginning."""
         if self.completed is not None:
             return [SkipRule(**rule) for rule in self.completed["rules"]]
         tables = ((table.oid, self.holds[table.hold]) for table in (self.tables or {}).values())
         return [SkipRule(oid, hold.visible, hold.lsn) for oid, hold in tables if hold.visible is not None]
 
     def note(self, oid: int, what: str, rows: int) -> None:
-        """Something is in the stream: that a table is `started` or `complete`, or the rows of a chunk."""
+        """Something is in the stream: a table's `started` or `complete`, or the rows of a chunk."""
         if self.tables is None or (table := self.tables.get(oid)) is None:
             return
         if what == "started":
@@ -139,13 +137,12 @@ class InitialPlan:
 
 
 def new_id() -> str:
-    """A name for a request."""
     return secrets.token_hex(4)
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotRequest:
-    """One table to be read while the stream goes on."""
+    """One table to read while the stream runs."""
 
     id: str
     table: str  # As users write it: `orders`, `sales.orders`
@@ -153,16 +150,15 @@ class SnapshotRequest:
     where: str = ""  # Which rows, in SQL; "" for all
     low: tuple[str, ...] | None = None
     """The smallest key, as text, in the order of PublishedTable.key; None: from the first."""
-    high: tuple[str, ...] | None = None  # The first key that is not wanted; None: to the last
+    high: tuple[str, ...] | None = None  # The first unwanted key; None: to the last
     keys_file: str = ""
-    """Of the kind vanished: a file with one key in each line, a JSON array of texts in the order of PublishedTable.key."""
-    chunk_size: int = 0  # Rows at a time; 0: as many as are read in a moment
+    """For vanished keys: a file with a key per line, a JSON array of texts in the order of PublishedTable.key."""
+    chunk_size: int = 0  # Rows at a time; 0: as many as can be read in a moment
     chunk_delay_s: float = 0.0  # How long to rest between chunks
-    oid: int = 0
-    """Which table is meant, whatever it is called by then; 0: the one that has the name when it is looked for."""
+    oid: int = 0  # The meant table, whatever its name by then; 0: the one that has the name when it is looked up
 
     def check(self) -> None:
-        """Raise ConfigError for what cannot be."""
+        """Raise ConfigError if invalid."""
         if self.kind not in KINDS:
             raise ConfigError(f"{self.kind!r} is not a kind of snapshot", f"Give one of: {', '.join(KINDS)}")
         if (self.kind == "vanished") != bool(self.keys_file):
@@ -172,7 +168,7 @@ class SnapshotRequest:
 
 
 def requests_for_rest(table: PlannedTable) -> list[SnapshotRequest]:
-    """What a lost snapshot leaves of a table, to be read beside the stream: by ranges of the key, if it was cut so."""
+    """What a lost snapshot leaves of a table, to be read beside the stream: by key ranges, if it was cut so."""
     published, left = table.published, list((table.chunks or {}).items())
     if any(chunk.key != published.key or published.kind != "r" for _, chunk in left):
         return [SnapshotRequest(f"initial-{left[0][0]}", published.title, "initial", oid=table.oid)]
@@ -190,7 +186,7 @@ def requests_for_rest(table: PlannedTable) -> list[SnapshotRequest]:
 
 @dataclass(frozen=True, slots=True)
 class RequestState:
-    """A request, and how far it is."""
+    """A request with its progress."""
 
     request: SnapshotRequest
     status: str = "queued"  # queued, running, paused, done, stopped or failed
@@ -210,12 +206,10 @@ class RequestState:
 
     @property
     def id(self) -> str:
-        """The request's."""
         return self.request.id
 
     @property
     def is_ended(self) -> bool:
-        """Whether nothing more will happen."""
         return self.status in _ENDED and not self.is_retried
 
     @property
@@ -230,10 +224,9 @@ class _Content:
 
     requests: list[RequestState] = field(default_factory=list)
     heeded: str = str(Position.at(0, 0))
-    """The position of the last signal that was heeded: it is not heeded again when the stream is read again."""
+    """The position of the last obeyed signal: it is not obeyed again when the stream is read again."""
     bad_signals: int = 0
-    tables: frozenset[int] | None = None
-    """The tables (oid) whose rows were read already or need not be; None if nobody has looked yet."""
+    tables: frozenset[int] | None = None  # Tables (oid) whose rows were read or need not be; None before the first look
     initial: InitialPlan = field(default_factory=InitialPlan)
 
 
@@ -254,11 +247,11 @@ class RequestQueue:
         return self._states[name]
 
     def entries(self) -> list[RequestState]:
-        """All that are known: those that go on, in their order, and the last ones that have ended."""
+        """All known ones: active ones in order, and the last ended ones."""
         return list(self._states.values())
 
     def next(self) -> RequestState | None:
-        """What to work on now; None if nothing is asked. A failed one comes last, when it is its time."""
+        """The next request to work on, or None. A failed one comes last, when it is due."""
         going = [one for one in self._states.values() if one.status in ("queued", "running")]
         if not going:
             now = time.time()
@@ -266,41 +259,40 @@ class RequestQueue:
         return next((one for one in going if one.status == "running"), going[0] if going else None)
 
     def add(self, *requests: SnapshotRequest) -> None:
-        """Queue requests, all of them or none."""
+        """Queue requests, all or none."""
         self._add(requests)
         self.save()
 
     def move_rest(self, table: PlannedTable) -> None:
-        """The snapshot of a table was lost: what is left of it is asked for, and it leaves the plan, in one step."""
+        """A table's snapshot was lost: request the rest and remove it from the plan, in one step."""
         self._add(requests_for_rest(table))
         table.ended = "moved"
         self.save()
 
     def begin_initial(self, lsn: int, hold: Hold | None) -> None:
-        """A slot that begins at `lsn` gets an initial snapshot (0: none); without a hold, in one that is younger."""
+        """A slot that begins at `lsn` gets an initial snapshot (0: none); without a hold, in a younger one."""
         self.initial = InitialPlan(lsn, {hold.number: hold} if hold else {})
         self.save()
 
     def pause(self, name: str = "") -> RequestState:
-        """Leave a request where it is; without a name, the one that runs."""
+        """Pause a request; without a name, the running one."""
         return self._change(self._find(name, "queued", "running"), status="paused")
 
     def resume(self, name: str = "") -> RequestState:
-        """Go on with a paused request; without a name, with the first one."""
+        """Resume a paused request; without a name, the first one."""
         return self._change(self._find(name, "paused"), status="queued")
 
     def stop(self, name: str = "") -> RequestState:
-        """End a request where it is; without a name, the one that runs."""
+        """Stop a request; without a name, the running one."""
         return self.end(self._find(name, "queued", "running", "paused", "failed").id, "stopped")
 
     def begin(self, name: str, *, oid: int, estimated_rows: int) -> RequestState:
-        """Its first chunk is about to be read."""
         state = self._states[name]
         started = state.started or time.time()
         return self._change(state, status="running", oid=oid, estimated_rows=estimated_rows, started=started, error="")
 
     def advance(self, name: str, *, is_last: bool = False, **progress: Any) -> RequestState:
-        """A chunk was released: chunks and rows (since its beginning), last_key and keys_done are now these."""
+        """A chunk was released: chunks, rows (since its start), last_key and keys_done have these values now."""
         ended = {"status": "done", "finished": time.time()} if is_last else {}
         progress["last_key"] = progress.get("last_key") and tuple(progress["last_key"])  # a list, after a crash
         state = self._change(self._states[name], **progress, failures=0, retry_at=0.0, **ended)
@@ -308,13 +300,12 @@ class RequestQueue:
         return state
 
     def end(self, name: str, status: str, error: str = "") -> RequestState:
-        """Nothing more will happen to it."""
         state = self._change(self._states[name], status=status, error=error, finished=time.time(), retry_at=0.0)
         self._drop_old()
         return state
 
     def fail(self, name: str, error: str, *, for_good: bool) -> RequestState:
-        """It cannot be done now. One of a kind that must not be missing is tried again, unless it failed for good."""
+        """It cannot be done now. A kind that must not be missing is retried, unless it failed for good."""
         state = self._states[name]
         if for_good or state.request.kind not in RETRIED:
             return self.end(name, "failed", error)
@@ -324,23 +315,23 @@ class RequestQueue:
         return self._change(state, status="failed", error=error, finished=now, failures=failures, retry_at=retry_at)
 
     def retry(self, name: str) -> RequestState:
-        """Try a failed one again. What was said of it stays until it goes on."""
+        """Retry a failed one. Its error stays until it makes progress."""
         return self._change(self._states[name], status="queued", finished=0.0)
 
     def retry_all(self) -> None:
-        """Try those that have not failed for good at once: at a start things may be otherwise."""
+        """Retry at once those that have not failed for good: a start may change things."""
         for state in [one for one in self._states.values() if one.is_retried]:
             self._change(state, status="queued", finished=0.0, failures=0)
 
     def heed(self, position: Position, requests: Iterable[SnapshotRequest] = (), *, bad: int = 0) -> None:
-        """Everything that a signal asks for, and that it was heeded, in one step."""
+        """A signal's requests, and the fact that it was obeyed, in one step."""
         self._add(requests)
         self.heeded = max(self.heeded, position)
         self.bad_signals += bad
         self.save()
 
     def know(self, tables: Iterable[int], requests: Iterable[SnapshotRequest] = ()) -> None:
-        """These are the tables now, and of new ones the rows are asked for, in one step."""
+        """The current tables, and requests for the rows of new ones, in one step."""
         self._add(requests)
         self.tables = frozenset(tables)
         self.save()
@@ -378,7 +369,6 @@ class RequestQueue:
             del self._states[one.id]
 
     def save(self) -> None:
-        """Make everything durable."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         states, heeded = list(self._states.values()), str(self.heeded)
         content = _Content(states, heeded, self.bad_signals, self.tables, self.initial)

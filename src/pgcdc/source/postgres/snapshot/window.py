@@ -1,8 +1,8 @@
-"""What the stream said about the rows of a chunk while it was read: folded into the chunk before it is released.
+"""The stream's changes to a chunk's rows while it was read, folded into the chunk before its release.
 
 The window opens before the chunk's snapshot is taken, and closes when the stream has passed that snapshot. So it has every
-change that the snapshot does not see, and perhaps some that it does. Both are folded: the last change of a row in the window
-is at least as new as the chunk, and a column that no change of the window has written is in the chunk as it is now.
+change that the snapshot does not see, and maybe some that it does. Both are folded: the last change of a row in the window
+is at least as new as the chunk, and a column that no change of the window has written is current in the chunk.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Key = tuple[bytes, ...]  # The values of the key's columns
 
 
 class Change(NamedTuple):
-    """One change of a row, by its keys. A key that the stream did not send is None."""
+    """One change of a row, by its keys. A key that was not sent is None."""
 
     op: int
     key: Key | None
@@ -45,7 +45,7 @@ class Change(NamedTuple):
 
 @dataclass(slots=True)
 class Chunk:
-    """Rows as they were read: flat arrays of values, `columns` for each row."""
+    """Rows as read: flat arrays of values, `columns` per row."""
 
     values: list[pa.Array]
     columns: int
@@ -53,8 +53,6 @@ class Chunk:
 
     @property
     def key_columns(self) -> list[pa.Array]:
-        """The values of the columns of the key, of all rows."""
-
         def column(place: int) -> pa.Array:
             picked = [one.take(pa.array(np.arange(place, len(one), self.columns))) for one in self.values]
             return pa.concat_arrays([pa.array([], pa.binary()), *picked])
@@ -62,12 +60,11 @@ class Chunk:
         return [column(place) for place in self.key]
 
     def numbers(self) -> dict[Key, int]:
-        """The numbers of the rows by their keys."""
+        """Row numbers by key."""
         keys = zip(*(column.to_pylist() for column in self.key_columns), strict=True)
         return {key: number for number, key in enumerate(keys)}
 
     def row(self, number: int) -> list[bytes | None]:
-        """The values of one row."""
         at = number * self.columns
         for one in self.values:
             if at < len(one):
@@ -97,14 +94,14 @@ class Chunk:
 
 @dataclass(slots=True)
 class Window:
-    """The changes of one table since it was opened, in their order."""
+    """The changes of one table since it was opened, in order."""
 
     oid: int
     key: tuple[str, ...]
     limit_bytes: int = WINDOW_BYTES
     relations: set[Relation] = field(default_factory=set)  # The shapes that the changes had
     nbytes: int = 0
-    is_full: bool = False  # It grew too large, and changes were left out: the chunk has to be read again
+    is_full: bool = False  # It grew too large, and changes were left out: read the chunk again
     _parts: list[tuple[pa.RecordBatch, Relation]] = field(default_factory=list)
     _wanted: list[pa.Array] | None = None
 
@@ -115,14 +112,14 @@ class Window:
             self._keep(rows, relation)
 
     def narrow(self, keys: list[pa.Array]) -> None:
-        """Only changes of these keys (an array for each column) matter, of those that came and of those to come."""
+        """Only changes of these keys (an array per column) matter, past and future."""
         self._wanted = keys
         parts, self._parts, self.nbytes = self._parts, [], 0
         for rows, relation in parts:
             self._keep(rows, relation)
 
     def changes(self) -> Iterator[Change]:
-        """What is left to be folded, in the order of the stream."""
+        """What is left to be folded, in stream order."""
         for rows, relation in self._parts:
             yield from changes_of(rows, relation, self.key)
 
@@ -136,7 +133,7 @@ class Window:
             self.is_full, self._parts = True, []
 
     def _touches(self, rows: pa.RecordBatch, relation: Relation) -> pa.Array:
-        """Changes that may be of wanted keys: column by column, which is enough to leave nearly all others out."""
+        """Changes that may have wanted keys: checked column by column, which excludes nearly all others."""
         assert self._wanted is not None
         names = [column.name for column in relation.columns]
         touches = np.asarray(rows.column("op").to_numpy() == Op.TRUNCATE)
@@ -144,7 +141,7 @@ class Window:
             fits = np.ones(rows.num_rows, bool)
             for name, wanted in zip(self.key, self._wanted, strict=True):
                 values = pc.list_element(rows.column(side), names.index(name))
-                # A key that was not sent is looked at when it is folded.
+                # A key that was not sent is checked when folding.
                 is_there = values.is_valid().to_numpy(zero_copy_only=False)
                 fits &= pc.is_in(values, value_set=wanted).to_numpy(zero_copy_only=False) | ~is_there
             is_row = rows.column(side).is_valid().to_numpy(zero_copy_only=False)
@@ -154,8 +151,8 @@ class Window:
     # --- what becomes of the chunk
 
     def fold(self, chunk: Chunk) -> tuple[npt.NDArray[np.int64], list[list[bytes | None]]] | None:
-        """Numbers of the rows that have changed since they were read, and what is left of these as it is now. None if the
-        stream did not say which rows it changed."""
+        """Numbers of the rows that changed since they were read, and their current values. None if the stream did not say
+        which rows it changed."""
         changes = list(self.changes())
         if any(change.key is None and change.op != Op.TRUNCATE for change in changes):
             return None
@@ -188,8 +185,8 @@ class Window:
         return touched, [row for row in rows.values() if row is not None]
 
     def find_vanished(self, chunk: Chunk, keys: Iterable[Key]) -> list[Key] | None:
-        """Those of the keys that are not in the chunk, and that the stream has said nothing about since. None if it did not
-        say which rows it changed."""
+        """The keys that are not in the chunk, and not in the stream since. None if the stream did not say which rows it
+        changed."""
         touched = set(chunk.numbers())
         for change in self.changes():
             if change.op == Op.TRUNCATE:
@@ -201,7 +198,7 @@ class Window:
 
 
 def rows_of(batch: CaptureBatch, oids: Iterable[int]) -> Iterator[tuple[pa.RecordBatch, Relation]]:
-    """The changes of these tables in a batch of the stream; those of one shape at a time, in order for each table."""
+    """The changes of these tables in a batch; one shape at a time, in order for each table."""
     if batch.part is None:
         return
     wanted = set(oids)
@@ -241,8 +238,8 @@ def _key(values: Iterable[bytes | None]) -> Key | None:
 
 
 def key_moves(rows: pa.RecordBatch, relation: Relation) -> list[tuple[Key, Key]]:
-    """Old and new key of rows that got another key while some of their long values were not sent. The values are those of
-    the replica identity, in the order of the columns: see `identity_columns`."""
+    """Old and new key of rows that got another key while some of their long values were not sent. Values of the replica
+    identity, in column order: see `identity_columns`."""
     has_old = rows.column("old_kind").to_numpy() == OldKind.KEY
     has_marks = rows.column("unchanged").is_valid().to_numpy(zero_copy_only=False)
     candidates = has_old & has_marks & (rows.column("op").to_numpy() == Op.UPDATE)
@@ -257,16 +254,16 @@ def key_moves(rows: pa.RecordBatch, relation: Relation) -> list[tuple[Key, Key]]
 
 
 class StreamedXids:
-    """The last transactions that the stream has told, to find those whose commit a snapshot does not see yet. A commit is in
-    the WAL, and may be streamed, before the server lets others see it; with synchronous replication long before. Numbers
-    have 32 bits, as in the stream."""
+    """The last transactions of the stream, to find commits that a snapshot does not see yet. A commit is in the WAL, and may
+    be streamed, before the server makes it visible; with synchronous replication long before. Numbers have 32 bits, as in
+    the stream."""
 
     def __init__(self, size: int = XIDS) -> None:
         self._ring = np.zeros(size, np.uint32)
         self._at = self._count = 0
 
     def add(self, xids: npt.NDArray[np.int64]) -> None:
-        """These transactions have been handed on; 0 stands for none."""
+        """These transactions were handed on; 0 stands for none."""
         xids = xids[xids != 0][-len(self._ring) :]
         places = (self._at + np.arange(len(xids))) % len(self._ring)
         self._ring[places] = xids.astype(np.uint32)
@@ -274,11 +271,10 @@ class StreamedXids:
         self._count = min(self._count + len(xids), len(self._ring))
 
     def copy(self) -> npt.NDArray[np.uint32]:
-        """Those that are known now."""
         return self._ring[: self._count].copy()
 
 
-# --- changes that the stream has, and the rows of a table had already when they were read
+# --- changes of the stream that a table's rows already had when they were read
 
 _HALF = 1 << 31
 
@@ -287,7 +283,7 @@ def is_visible(xids: npt.NDArray[np.int64], snapshot: str) -> npt.NDArray[np.boo
     """Which of these transactions a pg_snapshot (`xmin:xmax:xip,...`) sees. They have 32 bits, as in the stream."""
     _, xmax, running = snapshot.split(":")
     last = int(xmax)
-    # The 64 bits that are nearest to the snapshot: nothing else can be in the stream beside it.
+    # The 64 bits nearest to the snapshot: nothing else can be in the stream beside it.
     distance = (xids - last + _HALF) % (2 * _HALF) - _HALF
     full = last + distance
     in_progress = np.array([int(one) for one in running.split(",") if one], np.int64)
@@ -296,7 +292,7 @@ def is_visible(xids: npt.NDArray[np.int64], snapshot: str) -> npt.NDArray[np.boo
 
 
 def leave_out(batch: CaptureBatch, rules: Sequence[SkipRule]) -> CaptureBatch:
-    """The batch without what a younger snapshot than the slot's saw. Positions stay, as if nothing was left out."""
+    """The batch without what a younger snapshot than the slot's saw. Positions stay the same."""
     lsns = batch.transactions.column("commit").to_numpy()
     if batch.part is None or not len(lsns) or lsns[0] > max((rule.lsn for rule in rules), default=0):
         return batch
@@ -320,29 +316,28 @@ def leave_out(batch: CaptureBatch, rules: Sequence[SkipRule]) -> CaptureBatch:
     return replace(batch, part=part, transactions=transactions)
 
 
-# --- chunks of given keys: files with one in each line
+# --- chunks of given keys: files with one per line
 
 
 class MovedKeys:
-    """The keys of one request whose rows went from what is still to be read to what was. Texts, by the names of columns.
+    """Keys of one request whose rows moved from the unread part to the read part. Texts, by column name.
 
-    An UPDATE has the whole new row, so that this does no harm, except for long values that it does not change: these are not
-    in the stream, and whoever has not got the row yet would never have them. So the new keys of such rows are written down,
-    durably, before the change becomes visible, and read last.
+    An UPDATE has the whole new row, so this is harmless, except for long values that it does not change: these are not in
+    the stream, and a receiver without the row would never get them. So the new keys of such rows are recorded durably before
+    the change becomes visible, and read last.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._pending: set[Key] | None = None
-        read_lines(path)  # cuts off what a crash has left half-written: the change comes again
+        read_lines(path)  # cuts off what a crash left half-written: the change comes again
 
     @property
     def nbytes(self) -> int:
-        """How much is in it."""
         return self.path.stat().st_size if self.path.exists() else 0
 
     def add(self, moves: Iterable[tuple[Key, Key]], columns: list[str], done: int) -> None:
-        """Old and new keys, by `columns`. When all else was read (`done` >= 0), only those that were not read yet count."""
+        """Old and new keys, by `columns`. When all else was read (`done` >= 0), only unread ones count."""
         wanted = list(moves)
         if done >= 0:
             pending = self._load_pending(columns, done)
@@ -357,7 +352,7 @@ class MovedKeys:
             append_lines(self.path, [dict(zip(columns, key, strict=True)) for key in texts])
 
     def read(self, done: int, count: int, key: tuple[str, ...]) -> tuple[tuple[tuple[str, ...], ...], int]:
-        """The next keys, each once, in the order of `key`, and how many bytes are done then."""
+        """The next keys, each once, in the order of `key`, and how many bytes are then done."""
         found: dict[tuple[str, ...], None] = {}
         for raw, size in decode_lines(self.path.read_bytes()[done:] if self.nbytes else b""):
             if len(found) == count:
@@ -368,7 +363,7 @@ class MovedKeys:
         return tuple(found), done
 
     def move_on(self) -> None:
-        """Some of it was read: what was read is not pending."""
+        """Some of it was read, and is no longer pending."""
         self._pending = None
 
     def _load_pending(self, columns: list[str], done: int) -> set[Key]:

@@ -1,10 +1,10 @@
-"""The store behind `--toast cache`: out-of-line values by table and key, as they were at a position.
+"""The store behind `--toast cache`: out-of-line values by table and key, as of a position.
 
-Two parts. A table on disk (LMDB) holds the newest state. A log beside it holds every change of that state with the END lsn
-of its transaction, the new value and the one before. Changes go to the log before their rows go to the spool, so after a
-kill the log is not behind; it is fsynced before a position is confirmed, so after a power failure neither. At a start the
-table is brought to the position where the stream goes on: changes behind it are taken back, and those before it that the
-table lacks are applied. What cannot be brought there is thrown away: an empty cache gives misses, never wrong values.
+A table on disk (LMDB) holds the newest state. A log beside it holds every change of that state with the END lsn of its
+transaction, the new value and the previous one. Changes go to the log before their rows go to the spool, so after a kill the
+log is not behind; it is fsynced before a position is confirmed, so neither after a power failure. A start brings the table
+to the position where the stream resumes: later changes are undone, missing earlier ones applied. A cache that cannot be
+brought there is discarded: an empty cache gives misses, never wrong values.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ logger = logging.getLogger("pgcdc.capture")
 
 MAP_BYTES = 1 << 38  # Address space, not memory: the file grows as needed
 COMMIT_ITEMS = 65_536
-COMMIT_BYTES = 32 << 20  # The table is committed after so much: an open transaction keeps what it changed in memory
+COMMIT_BYTES = 32 << 20  # The table is committed after this much: an open transaction keeps its changes in memory
 RECORD_BYTES = 8 << 20
 PRUNE_ITEMS = 20_000
 FORMAT = 2
@@ -45,7 +45,7 @@ _TABLES = _ID.pack(0)  # the prefix of what is known about tables; entries have 
 
 
 class ToastCache:
-    """A bounded map from (generation, key) to values, that can be taken back to an older position. One writer."""
+    """A bounded map from (generation, key) to values that can return to an older position. One writer."""
 
     def __init__(self, folder: Path, *, limit: int, resume_lsn: int, instance: str) -> None:
         """Open the cache and bring it to `resume_lsn`, or begin with an empty one."""
@@ -54,7 +54,7 @@ class ToastCache:
         self._old_after = limit - limit // 4
         self._instance = instance
         self.tables: dict[int, Generation] = {}  # The entries of each table that has any
-        self.generations = 0  # How often one has begun or ended, since the start
+        self.generations = 0  # Generations begun or ended since the start
         self._seen: dict[int, tuple[str, int]] = {}
         self._pending: dict[bytes, bytes | None] = {}
         self._order_new: list[tuple[bytes, bytes]] = []
@@ -81,16 +81,16 @@ class ToastCache:
     # --- what the resolver does
 
     def has_entries(self, oid: int) -> bool:
-        """Whether there may be something to find for a table."""
+        """Whether a table may have entries."""
         found = self.tables.get(oid)
         return found is not None and self._state.live.get(found.prefix, 0) > 0
 
     def seen_stamp(self, oid: int) -> tuple[str, int]:
-        """What the catalog said last about a table, and an LSN since which it says so."""
+        """The catalog's last stamp of a table, and an LSN since which it holds."""
         return self._seen.get(oid, ("", 0))
 
     def see_stamps(self, stamps: dict[int, tuple[str, int]]) -> None:
-        """The catalog says something new about tables. Between batches only; durable, because it is true at any position."""
+        """New stamps of tables. Between batches only; durable, because true at any position."""
         self._seen |= stamps
         self._txn.put(b"seen", marshal.dumps(self._seen), db=self._meta)
         self._commit()
@@ -106,13 +106,13 @@ class ToastCache:
         return made
 
     def prove(self, oid: int) -> None:
-        """The stream has shown that a generation is as its stamp says. True at every position, so no part of the log."""
+        """The stream has shown that a generation matches its stamp. True at every position, so not in the log."""
         old = self.tables[oid]
         made = self.tables[oid] = replace(old, is_proven=True)
         self._pending[_TABLES + _ID.pack(oid)] = made.encode()
 
     def evict_table(self, oid: int, lsn: int) -> None:
-        """Forget all entries of a table. They are deleted when this is confirmed."""
+        """Forget all entries of a table. They are deleted once this is confirmed."""
         gone = self.tables.pop(oid, None)
         if gone is not None:
             self.generations += 1
@@ -122,7 +122,7 @@ class ToastCache:
             self._state.garbage[gone.prefix] = lsn
 
     def get(self, full: bytes) -> bytes | None:
-        """What is stored for a key: to be given to `values_of`, `put`, `keep_young` and `remove`."""
+        """The stored entry of a key, for `values_of`, `put`, `keep_young` and `remove`."""
         found = self._pending.get(full, _NOT_PENDING)
         return self._txn.get(full, None, self._entry) if found is _NOT_PENDING else found  # type: ignore[return-value]
 
@@ -133,11 +133,11 @@ class ToastCache:
 
     @staticmethod
     def is_sound(stored: bytes | None, values: bytes) -> bool:
-        """Whether these values are what was put there: a damaged entry is none."""
+        """Whether these values are what was stored: a damaged entry counts as none."""
         return stored is not None and zlib.crc32(values) == _HEAD.unpack_from(stored)[1]
 
     def put(self, lsn: int, full: bytes, values: bytes, stored: bytes | None) -> None:
-        """Store values in the place of `stored`."""
+        """Store values in place of `stored`."""
         state = self._state
         new = _HEAD.pack(state.next_id, zlib.crc32(values)) + values
         state.next_id += 1
@@ -152,7 +152,7 @@ class ToastCache:
             self._evict(lsn)
 
     def is_old(self, stored: bytes) -> bool:
-        """Whether an entry is near its eviction: there is little room left, and much was written since."""
+        """Whether an entry is near its eviction: little room is left, and much was written since."""
         return self.entries > self._old_after and self._state.next_id - _ID.unpack_from(stored)[0] > self._old_after
 
     def renew(self, lsn: int, full: bytes, stored: bytes) -> None:
@@ -165,7 +165,6 @@ class ToastCache:
         self._pending[full] = number + stored[_ID.size :]
 
     def remove(self, lsn: int, full: bytes, stored: bytes) -> None:
-        """Forget an entry."""
         self._state.live[full[: _ID.size]] -= 1
         self.entries -= 1
         self._order_gone.append(stored[: _ID.size])
@@ -183,7 +182,7 @@ class ToastCache:
             self._write_record()
 
     def _flush(self) -> None:
-        """Bring what is pending into the table."""
+        """Write pending changes into the table."""
         txn = self._txn
         gone = [key for key, new in self._pending.items() if new is None]
         with txn.cursor(self._entry) as cursor:  # in the order of the keys: neighbours share a page
@@ -197,7 +196,7 @@ class ToastCache:
         self._pending, self._order_new, self._order_gone = {}, [], []
 
     def _evict(self, lsn: int) -> None:
-        """Make room: the entries that were written longest ago. Only the state decides, so a replay evicts the same."""
+        """Make room: evict the oldest entries. Only the state decides, so a replay evicts the same."""
         self._flush()
         target = self._limit - self._limit // 16
         current = {one.prefix for one in self.tables.values()}
@@ -213,7 +212,7 @@ class ToastCache:
     # --- durability
 
     def advance(self, lsn: int) -> None:
-        """Everything up to `lsn`, the END of a transaction, is here. It survives a kill from now on."""
+        """Everything up to `lsn`, the END of a transaction, is here, and survives a kill from now on."""
         if lsn > self._state.position or self._items[0]:
             self._state.position = max(self._state.position, lsn)
             self._write_record()
@@ -222,12 +221,12 @@ class ToastCache:
         hit("toast.after_write")
 
     def make_durable(self) -> None:
-        """When this returns, what `advance` has said survives a crash of the machine."""
+        """When this returns, what `advance` covered survives a crash of the machine."""
         if self._log.sync():
             hit("toast.after_sync")
 
     def release(self, lsn: int) -> None:
-        """Nobody comes back to a position before `lsn`: what was kept for that is deleted."""
+        """Nobody returns to a position before `lsn`: delete what was kept for that."""
         self._state.floor_lsn = max(self._state.floor_lsn, lsn)
         self._log.release(self._state.records, lsn)
         left = PRUNE_ITEMS
@@ -236,7 +235,7 @@ class ToastCache:
                 left = self._sweep(prefix, left)
 
     def _sweep(self, prefix: bytes, left: int) -> int:
-        """Delete at most `left` entries of a generation that is gone for good; how many more may be deleted now."""
+        """Delete at most `left` entries of an ended generation; returns how many more may be deleted now."""
         with self._txn.cursor(db=self._entry) as cursor:
             found = cursor.set_range(prefix)
             while found and left > 0 and cursor.key().startswith(prefix):
@@ -263,7 +262,7 @@ class ToastCache:
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
-        """What goes wrong with the files in this block is a StateError with advice."""
+        """File errors in this block become StateError with advice."""
         try:
             yield
         except (lmdb.Error, OSError) as error:
@@ -275,16 +274,16 @@ class ToastCache:
             ) from error
 
     def _write_record(self) -> None:
-        """Append the changes so far to the log, and bring them into the table."""
+        """Append the changes so far to the log, and write them into the table."""
         self._uncommitted_items += len(self._items[0])
         self._uncommitted_bytes += self._log.append(self._state.position, self._items)
         self._items, self._item_bytes = ([], [], [], []), 0
         self._flush()
 
     def _commit(self) -> None:
-        """Commit the table, durably, and begin a new file of the log."""
+        """Commit the table durably, and begin a new file of the log."""
         self._flush()
-        self._log.sync()  # the table must not be ahead of the log by which it is taken back
+        self._log.sync()  # the table must not be ahead of the log that can undo it
         state = self._state
         state.epoch, state.records = self._log.epoch, self._log.records
         self._txn.put(b"state", marshal.dumps((FORMAT, self._instance, astuple(state))), db=self._meta)
@@ -302,7 +301,7 @@ class ToastCache:
         path = self._folder / "table"
         self._env = lmdb.open(str(path), map_size=MAP_BYTES, max_dbs=3, subdir=False, readahead=False, mode=0o600)
         if path.stat().st_size < self._used_bytes():
-            raise Unusable("its file is cut off")  # reading behind the end would kill the process
+            raise Unusable("its file is cut off")  # reading past the end would kill the process
         self._entry = self._env.open_db(b"entry")
         self._order = self._env.open_db(b"order")
         self._meta = self._env.open_db(b"meta")
@@ -335,7 +334,7 @@ class ToastCache:
         self._log.delete_others()
 
     def _go_to(self, resume_lsn: int) -> None:
-        """Take back what is behind `resume_lsn`, apply what the table lacks before it."""
+        """Undo what is behind `resume_lsn`, apply what the table lacks before it."""
         state = self._state
         for _, items in self._log.backwards(state.records, resume_lsn):
             for lsn, key, new, old in reversed(items):
@@ -352,7 +351,7 @@ class ToastCache:
             state.position = max(state.position, position)
 
     def _apply(self, key: bytes, old: bytes | None, new: bytes | None, lsn: int) -> None:
-        """Put `new` into the place of `old`. A number alone is an entry that was renewed."""
+        """Replace `old` by `new`. A number alone is a renewed entry."""
         txn, state = self._txn, self._state
         if new is None:
             txn.delete(key, b"", self._entry)
@@ -408,5 +407,5 @@ class ToastCache:
 
 
 def _number_of(value: bytes) -> int:
-    """The number that a write has taken: of an entry, or of a generation."""
+    """The number of a write: of an entry, or of a generation."""
     return int(_ID.unpack_from(value)[0])

@@ -1,9 +1,6 @@
-"""The log of the TOAST cache: what each transaction did to it, to be applied again or taken back; and its state.
-
-Records stand in files `log-<epoch>-<number of the first record>`. A record is whole or it is not there: it carries its
-length and a checksum. An epoch ends at a start, where the cache is brought to another position; files of other epochs are
-no part of the log.
-"""
+"""The log of the TOAST cache: each transaction's changes, to be applied again or undone; and its state. Records are in files
+`log-<epoch>-<number of the first record>`. A record carries its length and a checksum: it is complete or ignored. An epoch
+ends at a start, where the cache moves to another position; files of other epochs do not belong to the log."""
 
 from __future__ import annotations
 
@@ -19,10 +16,10 @@ from pathlib import Path
 from pgcdc.core.state import fsync_folder, write_all
 
 Item = tuple[int, bytes, bytes | None, bytes | None]
-"""Where (`cache_place`, as all that is called lsn here), key, new value, old value; None is absence."""
-Record = tuple[int, list[Item]]  # The END lsn up to which everything is here, and what was done since the record before
+"""Where (`cache_place`, like every lsn here), key, new value, old value; None is absence."""
+Record = tuple[int, list[Item]]  # The END lsn up to which everything is here, and the changes since the previous record
 Columns = tuple[list[int], list[bytes], list[bytes | None], list[bytes | None]]
-"""Items by their fields: so many do not become objects one by one."""
+"""Items by field: so many should not become single objects."""
 
 _HEAD = struct.Struct("<II")  # length and CRC-32
 _ID = struct.Struct(">Q")
@@ -30,7 +27,7 @@ MISSING = "a part of its log is missing"
 
 
 class Unusable(Exception):
-    """The cache cannot be brought to where the stream goes on. Without a text: there is none."""
+    """The cache cannot be brought to where the stream resumes. Without a text: there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +37,12 @@ class Generation:
     number: int
     shape: str  # Of the relation: another shape is another generation
     stamp: str
-    stamp_lsn: int  # What the catalog said about the table, and an LSN at which it did
+    stamp_lsn: int  # The catalog's stamp of the table, and an LSN at which it held
     first_lsn: int  # The first change that was stored
-    is_proven: bool = False
-    """The stream has shown that nothing happened between `first_lsn` and `stamp_lsn` that it does not tell."""
+    is_proven: bool = False  # The stream has shown that nothing unseen happened between `first_lsn` and `stamp_lsn`
 
     @property
     def prefix(self) -> bytes:
-        """Of the keys of its entries."""
         return _ID.pack(self.number)
 
     def encode(self) -> bytes:
@@ -56,21 +51,20 @@ class Generation:
 
     @classmethod
     def decode(cls, data: bytes) -> Generation:
-        """What `encode` made."""
         return cls(*marshal.loads(data[_ID.size :]))
 
 
 @dataclass(slots=True)
 class State:
-    """What is known of the whole table; kept in it at each commit."""
+    """What is known of the whole table; stored in it at each commit."""
 
-    position: int = 0  # END lsn of the last transaction that is in the table completely
+    position: int = 0  # END lsn of the last transaction that is completely in the table
     next_id: int = 1
     epoch: int = 1
-    records: int = 0  # How many records of that epoch's log the table has taken in
+    records: int = 0  # How many records of that epoch's log are in the table
     floor_lsn: int = 0  # Nothing before this can be taken back
     live: dict[bytes, int] = field(default_factory=dict)  # Entries of each generation, by its prefix
-    garbage: dict[bytes, int] = field(default_factory=dict)  # Generations that are gone, and since which lsn
+    garbage: dict[bytes, int] = field(default_factory=dict)  # Ended generations, and since which lsn
 
 
 @dataclass(slots=True)
@@ -92,7 +86,7 @@ class ToastLog:
         self.records = 0
 
     def load(self) -> None:
-        """Find the files and count their records. Raises Unusable if there is a hole."""
+        """Find the files and count their records. Raises Unusable for a gap."""
         for path in sorted(self._folder.glob(f"log-{self.epoch:08d}-*")):
             first = int(path.name.rpartition("-")[2])
             if self._files and first != self.records + 1:
@@ -112,7 +106,7 @@ class ToastLog:
                     yield record
 
     def backwards(self, upto: int, lsn: int) -> Iterator[Record]:
-        """The records up to number `upto` that have something behind `lsn`, newest first."""
+        """The records up to number `upto` with something behind `lsn`, newest first."""
         for file in reversed(self._files):
             if file.max_lsn <= lsn:
                 continue
@@ -121,7 +115,7 @@ class ToastLog:
                     yield record
 
     def begin_epoch(self, lsn: int) -> ToastLog:
-        """A new log, durable, with what this one has up to `lsn`. It counts once its epoch stands in the table."""
+        """A new, durable log with this one's content up to `lsn`. It counts once its epoch is in the table."""
         made = ToastLog(self._folder, self.epoch + 1)
         for stray in self._folder.glob(f"log-{made.epoch:08d}-*"):
             stray.unlink()
@@ -135,13 +129,12 @@ class ToastLog:
         return made
 
     def delete_others(self) -> None:
-        """Remove the files of other epochs."""
         for path in self._folder.glob("log-*"):
             if not path.name.startswith(f"log-{self.epoch:08d}-"):
                 path.unlink()
 
     def append(self, position: int, items: Columns) -> int:
-        """Add a record, which survives a kill of the process when this returns; its size."""
+        """Add a record, which survives a kill of the process when this returns; returns its size."""
         data = marshal.dumps((position, items))
         write_all(self._descriptor, memoryview(_HEAD.pack(len(data), zlib.crc32(data)) + data))
         self.records += 1
@@ -151,7 +144,7 @@ class ToastLog:
         return len(data)
 
     def sync(self) -> bool:
-        """Make everything durable; whether there was anything to do."""
+        """Make everything durable; returns whether there was anything to do."""
         if not self._unsynced:
             return False
         os.fsync(self._descriptor)
@@ -159,7 +152,7 @@ class ToastLog:
         return True
 
     def start_file(self) -> None:
-        """Go on in a new file, so that older ones can be deleted."""
+        """Continue in a new file, so that older ones can be deleted."""
         self.close()
         path = self._folder / f"log-{self.epoch:08d}-{self.records + 1:012d}"
         self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
@@ -173,14 +166,13 @@ class ToastLog:
             self._files.popleft().path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Close the file."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
 
 def _read(path: Path) -> Iterator[Record]:
-    """The records of a file up to the first that is not whole."""
+    """The records of a file up to the first incomplete one."""
     data, at = path.read_bytes(), 0
     while at + _HEAD.size <= len(data):
         size, crc = _HEAD.unpack_from(data, at)

@@ -1,8 +1,8 @@
-"""What the catalog knows about TOAST: which values may be stored out of line, and whether a table is still the one we knew.
+"""The catalog on TOAST: which values may be stored out of line, and whether a table is still the known one.
 
-PostgreSQL looks at a row that is longer than about a quarter of a page, or that has out-of-line values already. All sizes
-here are upper bounds, reckoned from the text that we get: a value may be stored in vain, but none that can come as
-"unchanged" is taken for one that cannot.
+PostgreSQL toasts a row that is longer than about a quarter of a page, or that has out-of-line values already. All sizes here
+are upper bounds, computed from the text we get: a value may be kept in vain, but a value that can come as "unchanged" is
+never missed.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from pgcdc.core.relation import Relation
 from pgcdc.postgres.database import Connection, name_table, quote_qualified
 from pgcdc.source.postgres.setup.guard import lost_on_error
 
-POINTER_BYTES = 24  # A value that is not longer than its pointer stays where it is
-LONGER_IN_BINARY = 8  # How many bytes one of text may stand for, at most (an array of int8: `1,`)
-VARLENA_BYTES = 32  # Headers and alignment of a value of variable length, of nested types too
+POINTER_BYTES = 24  # A value no longer than its pointer stays in place
+LONGER_IN_BINARY = 8  # The most binary bytes per byte of text (an array of int8: `1,`)
+VARLENA_BYTES = 32  # Headers and alignment of a value of variable length, also in nested types
 
 _FAMILY = """
 WITH asked AS (SELECT unnest(%(oids)s::oid[]) AS oid),
@@ -45,8 +45,8 @@ JOIN pg_type b ON b.oid = CASE WHEN t.typbasetype <> 0 THEN t.typbasetype ELSE t
 GROUP BY 1, 2
 """
 )
-# Whatever changes values without telling the stream leaves a trace here: a rewrite of the table (ALTER COLUMN ... TYPE ...
-# USING ...), and a time in which the table was not published.
+# Everything that changes values unseen by the stream leaves a trace here: a rewrite of the table (ALTER COLUMN ... TYPE ...
+# USING ...), and a time in which the table was unpublished.
 _STAMPS = (
     _FAMILY
     + """
@@ -97,7 +97,7 @@ def alter_to_full(schema: str, table: str) -> str:
 
 
 def check_full(conn: Connection, publications: Sequence[str]) -> None:
-    """Raise unless every published table that can have out-of-line values sends its whole old rows."""
+    """Raise unless every published table with possible out-of-line values sends its whole old rows."""
     rows = conn.execute(_NOT_FULL, [list(publications)]).fetchall()
     if rows:
         shown = ", ".join(f"{name_table(schema, table)} ({columns})" for schema, table, columns in rows[:5])
@@ -110,7 +110,7 @@ def check_full(conn: Connection, publications: Sequence[str]) -> None:
 
 
 def check_cacheable(conn: Connection, publications: Sequence[str]) -> None:
-    """Raise if rows may come back unseen: a publication of updates without inserts or deletes."""
+    """Raise if rows may reappear unseen: a publication of updates without inserts or deletes."""
     row = conn.execute(_PUBLICATIONS, [list(publications)]).fetchone()
     if row is not None and row[0] and not row[1]:
         names = ", ".join(publications)
@@ -122,7 +122,7 @@ def check_cacheable(conn: Connection, publications: Sequence[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TableFacts:
-    """What the catalog says about one table (with its partitions) now."""
+    """The catalog's current facts about one table (with its partitions)."""
 
     stamp: str
     columns: Mapping[str, tuple[int, bool, bool]] = field(default_factory=dict)
@@ -131,7 +131,7 @@ class TableFacts:
 
 
 class ToastCatalog:
-    """Reads the facts. ConnectionLost: nothing has happened, and they may be asked for again."""
+    """Reads the facts. ConnectionLost: nothing has happened, and they may be read again."""
 
     def __init__(self, publications: Sequence[str]) -> None:
         self._publications = list(publications)
@@ -139,7 +139,7 @@ class ToastCatalog:
         self.is_utf8 = False
 
     def read_all(self, sql: Connection) -> tuple[dict[int, TableFacts], int]:
-        """The facts about every published table, and an LSN of when they had been read."""
+        """The facts about every published table, and an LSN after reading them."""
         with lost_on_error():
             oids = [row[0] for row in sql.execute(_PUBLISHED, [self._publications]).fetchall()]
             row = sql.execute(_SERVER).fetchone()
@@ -149,7 +149,6 @@ class ToastCatalog:
 
     @lost_on_error()
     def read(self, sql: Connection, oids: Sequence[int]) -> tuple[dict[int, TableFacts], int]:
-        """The same about some tables."""
         asked: dict[str, Any] = {"oids": list(oids)}
         publications = sql.execute(_PUBLICATIONS, [self._publications]).fetchone()
         if not oids or publications is None or not publications[1]:
@@ -175,15 +174,14 @@ class ToastCatalog:
 class TableRules:
     """Which values of one shape of a table are worth keeping."""
 
-    keys: tuple[int, ...]  # Columns of the replica identity; empty: rows cannot be told apart, nothing is kept
+    keys: tuple[int, ...]  # Columns of the replica identity; empty: rows are indistinguishable, nothing is kept
     factors: npt.NDArray[np.int64]
     constant: int
     toastable: npt.NDArray[np.bool_]
-    row_bytes: int  # Values of rows that are not longer stay where they are
+    row_bytes: int  # Values of shorter rows stay in place
 
     @classmethod
     def make(cls, relation: Relation, facts: TableFacts, *, block_bytes: int, is_utf8: bool) -> TableRules:
-        """The rules for a relation."""
         unknown = (-1, True, False)
         known = [facts.columns.get(column.name, unknown) for column in relation.columns]
         lengths, toastable, as_text = np.array(known, np.int64).reshape(-1, 3).T
@@ -201,18 +199,18 @@ class TableRules:
         )
 
     def is_long(self, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Of which rows values may be stored out of line, by the lengths of their texts."""
+        """Which rows may have out-of-line values, by the lengths of their texts."""
         found: npt.NDArray[np.bool_] = lengths @ self.factors + self.constant > self.row_bytes
         return found
 
     def worth_keeping(self, lengths: npt.NDArray[np.int64], is_long: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """Which values of these rows may be stored out of line."""
+        """Which values of these rows may be out of line."""
         found: npt.NDArray[np.bool_] = self.toastable & (lengths * self.factors + 4 > POINTER_BYTES) & is_long[:, None]
         return found
 
 
 def shape_of(relation: Relation) -> str:
-    """A name for a shape, the same in every run."""
+    """A shape's name, the same in every run."""
     return _digest(json.dumps(relation.to_json()))
 
 

@@ -1,6 +1,6 @@
-"""Unchanged TOAST values: resolved from the old tuple, resolved from the cache, or left marked. A step between the stream
-and the spool. Changes come in the order of their commits; what leaves is the same changes, with values in the place of
-"unchanged" wherever they are known. A batch that grows much by that leaves in several pieces."""
+"""Unchanged TOAST values: resolved from the old tuple or the cache, or left marked. A step between the stream and the spool.
+Changes come in commit order and leave unchanged, except that known values replace "unchanged". A batch that grows much
+leaves in several pieces."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 PIECE_BYTES = 8 << 20  # A piece leaves when so much was put in
 
 INSERT, DELETE, TRUNCATE = int(Op.INSERT), int(Op.DELETE), int(Op.TRUNCATE)
-MAX_KEY = 400  # Of the bytes of a key: LMDB takes 511, longer ones are shortened
+MAX_KEY = 400  # Key bytes: LMDB takes 511, longer keys are shortened
 STORED_HEAD = 12  # Bytes before the values in what is stored
 
 _UNKNOWN = TableFacts("")
@@ -36,12 +36,12 @@ _Found = list[tuple[int, bytes]]
 
 
 class ToastStep:
-    """Resolves what can be resolved. One per capture process."""
+    """Resolves what it can. One per capture process."""
 
     def __init__(
         self, options: ToastOptions, publications: tuple[str, ...], state: StateDir, *, resume: Position, instance: str
     ) -> None:
-        """`resume` is where the stream goes on: the cache is brought there."""
+        """`resume` is where the stream resumes: the cache is brought there."""
         self._mode = options.effective_toast
         self.hits = self.misses = 0
         self._cache: ToastCache | None = None
@@ -56,13 +56,13 @@ class ToastStep:
         self._shapes: dict[int, str] = {}
 
     def look(self, sql: Connection) -> None:
-        """A connection begins: see what the tables are like before anything is read from the stream."""
+        """A connection begins: read the tables' facts before anything from the stream."""
         if self._cache is not None:
             with self._cache.explaining():
                 self._take_facts(*self._catalog.read_all(sql), self._cache)
 
     def resolve(self, batch: CaptureBatch, sql: Connection) -> Iterator[CaptureBatch]:
-        """The batch with what could be resolved; in pieces if it has grown much."""
+        """The batch with resolved values; in pieces if it has grown much."""
         part, cache = batch.part, self._cache
         if part is None:
             if cache is not None:
@@ -92,32 +92,31 @@ class ToastStep:
             yield batch
 
     def make_durable(self) -> None:
-        """What was handed on survives a crash of the machine, as far as the cache goes: to be called before confirming."""
+        """What was handed on survives a crash of the machine, as far as the cache goes: call it before confirming."""
         if self._cache is not None:
             with self._cache.explaining():
                 self._cache.make_durable()
 
     def release(self, lsn: int) -> None:
-        """`lsn` is confirmed: nobody goes back before it."""
+        """`lsn` is confirmed: nobody returns before it."""
         if self._cache is not None:
             with self._cache.explaining():
                 self._cache.release(cache_place(lsn, STREAM))
 
     def status(self) -> dict[str, Any]:
-        """For `pgcdc status`: None where there is no cache."""
+        """For `pgcdc status`: None without a cache."""
         cache = self._cache
         counts = (self.hits, self.misses, cache.entries) if cache is not None else (None, None, None)
         return dict(zip(("toast_cache_hits", "toast_cache_misses", "toast_cache_entries"), counts, strict=True))
 
     def close(self) -> None:
-        """Close the cache."""
         if self._cache is not None:
             self._cache.close()
 
     # --- whether the catalog still says what it said
 
     def _take_facts(self, facts: dict[int, TableFacts], lsn: int, cache: ToastCache) -> None:
-        """Remember what the catalog says, and since when: if it says the same as before, since before."""
+        """Remember the catalog's facts, and since when they hold: unchanged ones keep their time."""
         self._facts.update(facts)
         self._rules.clear()
         seen = {
@@ -129,9 +128,9 @@ class ToastStep:
             cache.see_stamps(seen)
 
     def _check_told(self, batch: CaptureBatch, sql: Connection, cache: ToastCache) -> set[int]:
-        """The server has described tables again. Are they what we knew? Returns those of which nothing is to be kept now. It
-        does so after whatever was done to a table, and what was done the catalog tells. Count 1: for the first time on this
-        connection, and before its rows. Count 2: once more, somewhere between its rows."""
+        """The server described tables again, which it does after any change to a table. Are they the known ones? Returns
+        those of which nothing may be kept now. Count 1: for the first time on this connection, before its rows. Count 2:
+        again, somewhere between its rows."""
         if not batch.told:
             return set()
         fresh, lsn = self._catalog.read(sql, list(batch.told))
@@ -140,13 +139,13 @@ class ToastStep:
         for oid in batch.told:
             if not _is_trusted(cache.tables.get(oid), self._facts[oid]):
                 cache.evict_table(oid, first_lsn)
-        # What the catalog has said since before these changes was not done between them.
+        # What the catalog has said since before these changes did not happen between them.
         return {oid for oid, count in batch.told.items() if count > 1 and cache.seen_stamp(oid)[1] >= first_lsn}
 
     def _prove(self, batch: CaptureBatch, oid: int, lsn: int, cache: ToastCache) -> None:
         """Rows behind the stamp came without a new description: nothing was done to the table before the stamp."""
         table = cache.tables.get(oid)
-        if batch.end.is_snapshot:  # these rows are not of the stream, and prove nothing
+        if batch.end.is_snapshot:  # these rows are not from the stream, and prove nothing
             return
         if table is not None and not table.is_proven and oid not in batch.told and lsn > table.stamp_lsn:
             cache.prove(oid)
@@ -167,8 +166,8 @@ class ToastStep:
     def _walk(
         self, batch: CaptureBatch, rows: ToastRows, sql: Connection, cache: ToastCache, found: _Found
     ) -> Iterator[int]:
-        """Go through the changes; `found` gets (mark, value). Yields the row where a piece is to end, at last the end. The
-        cache has all changes up to there, and they survive a kill, before the rows go to the spool."""
+        """Go through the changes; `found` gets (mark, value). Yields the row where each piece ends. The cache has all
+        changes up to there, and they survive a kill, before the rows go to the spool."""
         with cache.explaining():
             doubtful = self._check_told(batch, sql, cache)
             marks = rows.open_marks
@@ -188,7 +187,7 @@ class ToastStep:
     def _tables_in(
         self, batch: CaptureBatch, rows: ToastRows, cache: ToastCache, doubtful: set[int]
     ) -> list[tuple[int, npt.NDArray[np.int64], TableRules, bool]]:
-        """The tables of a batch that the cache is for: version, rows, rules, and whether it has entries."""
+        """The tables of a batch that use the cache: version, rows, rules, and whether it has entries."""
         versions = [version for version in np.unique(rows.relation).tolist() if version >= 0]
         oids = [rows.relations[version].oid for version in versions]
         first_lsn = int(rows.place[0])
@@ -199,7 +198,7 @@ class ToastStep:
                 cache.evict_table(oid, first_lsn)
                 continue
             self._prove(batch, oid, first_lsn, cache)
-            # Of two shapes in one batch, one may find what the other has stored.
+            # Of two shapes in one batch, one may find what the other stored.
             has_entries = cache.has_entries(oid) or oids.count(oid) > 1
             found.append((version, np.flatnonzero(rows.relation == version), rules, has_entries))
         return found
@@ -208,8 +207,8 @@ class ToastStep:
         self, steps: Steps, begin: int, rows: ToastRows, columns: list[int], marks: list[int], cache: ToastCache,
         found: _Found,
     ) -> int:  # fmt: skip
-        """For each change: look up, resolve, and store what is known now. Ends early when `found` has grown large. Once per
-        change: as few calls as possible."""
+        """For each change: look up, resolve, and store what is now known. Ends early when `found` is large. The hot loop: as
+        few calls as possible."""
         grown = hits = misses = 0
         prefixes: dict[int, bytes | None] = {}
         get, put, remove = cache.get, cache.put, cache.remove
@@ -223,7 +222,7 @@ class ToastStep:
                 if cache.generations != known_tables:
                     prefixes.clear()
                 prefixes[version] = prefix
-            if prefix is None or key is None:  # nothing is kept of the table, or rows cannot be told apart
+            if prefix is None or key is None:  # nothing is kept of the table, or rows are indistinguishable
                 misses += end - first
                 continue
             full = prefix + key if len(key) <= MAX_KEY else cache.shorten(prefix, key)
@@ -239,7 +238,7 @@ class ToastStep:
                 if source is not None:
                     remove(lsn, old_full, source)
             packed = sent
-            # An INSERT with unchanged values is an update of a row that was filtered out until now: they are not here.
+            # An INSERT with unchanged values is an update of a row that was filtered out until now: we lack them.
             before = b"" if source is None or op == INSERT else source[STORED_HEAD:]
             if first + 1 == end and not sent and (value := single_value(before, columns[first])) is not None:
                 if cache.is_sound(source, before):
@@ -280,7 +279,7 @@ class ToastStep:
     def _prefix(
         self, version: int, op: int, lsn: int, sent: bytes, relations: Relations, cache: ToastCache
     ) -> bytes | None:
-        """Where the entries of a table are, in the shape of this version; None if there are none and none is to be made."""
+        """The prefix of a table's entries in this version's shape; None if there are none and none should be made."""
         oid = relations[version].oid
         table = cache.tables.get(oid)
         if table is not None and (op == Op.TRUNCATE or table.shape != self._shapes[version]):
@@ -292,14 +291,14 @@ class ToastStep:
 
 
 def _is_trusted(table: Generation | None, facts: TableFacts) -> bool:
-    """Whether nothing was done to a table since its entries were stored that the stream does not tell."""
+    """Whether the stream saw everything done to a table since its entries were stored."""
     if table is None or table.stamp != facts.stamp:
         return False
     return table.is_proven or table.first_lsn > table.stamp_lsn
 
 
 def _unresolved(rows: ToastRows) -> ConversionError:
-    """`full` was asked for, and the old tuple is gone."""
+    """`full` was requested, but the old tuple is gone."""
     mark = int(rows.open_marks[0])
     row = int(rows.mark_row[mark])
     relation = rows.relations[int(rows.relation[row])]

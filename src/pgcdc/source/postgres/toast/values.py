@@ -1,4 +1,4 @@
-"""The changes of a batch as the TOAST step sees them: arrays in, and a batch with values put in out."""
+"""A batch's changes for the TOAST step: arrays in, and a batch with values filled in out."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LENGTH = struct.Struct("<I")
 
 
 class Steps(NamedTuple):
-    """What changes mean to the cache, in their order; one list element for each."""
+    """What changes mean to the cache, in order; one list element each."""
 
     row: list[int]
     version: list[int]
@@ -36,23 +36,22 @@ class Steps(NamedTuple):
     place: list[int]
     key: list[bytes | None]
     old_key: list[bytes | None]  # Only where it differs
-    packed: list[bytes]  # Values that were sent and may come as unchanged later
+    packed: list[bytes]  # Sent values that may come as unchanged later
     first_mark: list[int]
     end_mark: list[int]  # Which of the open marks are its
 
 
 def cache_place(commit: Any, kind: Any) -> Any:
-    """Commit and kind (numbers or arrays) as one number in their order: by which the cache knows what came when."""
+    """Commit and kind (numbers or arrays) as one ordered number, the cache's clock."""
     return commit * 2 + kind
 
 
 def pack_values(values: dict[int, bytes]) -> bytes:
-    """Values by column in one piece; the same values always give the same bytes."""
+    """Values by column in one piece; equal values give equal bytes."""
     return b"".join([_VALUE.pack(column, len(values[column])) + values[column] for column in sorted(values)])
 
 
 def unpack_values(data: bytes) -> dict[int, bytes]:
-    """What `pack_values` packed."""
     values, at = {}, 0
     while at < len(data):
         column, size = _VALUE.unpack_from(data, at)
@@ -63,14 +62,14 @@ def unpack_values(data: bytes) -> dict[int, bytes]:
 
 
 def single_value(packed: bytes, column: int) -> bytes | None:
-    """The value of a column, if it is the only one that was packed: the common case, without a dict."""
+    """A column's value, if it is the only packed one: the common case, without a dict."""
     if len(packed) < _VALUE.size or _VALUE.unpack_from(packed) != (column, len(packed) - _VALUE.size):
         return None
     return packed[_VALUE.size :]
 
 
 class ToastRows:
-    """The columns of a batch as arrays, and where its unchanged values are."""
+    """The columns of a batch as arrays, and the places of its unchanged values."""
 
     def __init__(self, batch: CaptureBatch, data: pa.RecordBatch) -> None:
         self._batch = batch
@@ -97,7 +96,7 @@ class ToastRows:
 
     @property
     def open_marks(self) -> Ints:
-        """Numbers of the marks of new values that are still unresolved."""
+        """Numbers of the marks of unresolved new values."""
         return np.flatnonzero(self.mark_left & (self.mark_column >= 0))
 
     @property
@@ -106,7 +105,7 @@ class ToastRows:
         return len(self._from_old) > 0
 
     def resolve_old(self) -> None:
-        """Take what stands in the old tuple. An unchanged value is never NULL, so whatever is there is the value."""
+        """Take values from the old tuple. An unchanged value is never NULL, so any value there is the one."""
         marks = self.open_marks
         marks = marks[self._has_old[self.mark_row[marks]]]
         if len(marks):
@@ -116,14 +115,13 @@ class ToastRows:
         self._from_old = marks
 
     def position(self, row: int) -> Position:
-        """Where a change stands."""
         transaction = int(np.searchsorted(self._ends, row, "right"))
         commit, kind = (self._batch.transactions.column(name)[transaction].as_py() for name in ("commit", "kind"))
         ordinal, sub = (self.data.column(name)[row].as_py() for name in ("ordinal", "sub"))
         return Position(commit, Kind(kind), ordinal, sub)
 
     def complete_place(self, end: int) -> int:
-        """`cache_place` of the last transaction that is complete within the first `end` rows; 0 if none is."""
+        """`cache_place` of the last complete transaction within the first `end` rows; 0 if there is none."""
         count = self._count_complete(end)
         return int(self.place[self._ends[count - 1] - 1]) if count else 0
 
@@ -137,7 +135,7 @@ class ToastRows:
 
     def plan(self, tables: Sequence[tuple[int, Ints, TableRules, bool]], marks: Ints) -> Steps:
         """What to do for rows of these tables: (version, rows, rules, whether it has entries). `marks` are the open ones.
-        Short rows of a table without entries mean nothing to the cache, and are not among it."""
+        Short rows of a table without entries do not concern the cache, and are left out."""
         mark_row = self.mark_row[marks]
         has_marks = np.zeros(self.data.num_rows, bool)
         has_marks[mark_row] = True
@@ -194,7 +192,7 @@ class ToastRows:
         return mine, keys, old_keys, packed
 
     def _pack(self, rows: Ints, lengths: Ints, keep: Flags) -> list[bytes]:
-        """The values to be kept, as `pack_values` packs them."""
+        """The values to keep, in the form of `pack_values`."""
         columns = np.flatnonzero(keep.any(axis=0)).tolist()
         if not columns:
             return [b""] * len(rows)
@@ -213,7 +211,7 @@ class ToastRows:
         return found
 
     def _lengths_of(self, rows: Ints, columns: int) -> Ints:
-        """The lengths of the new values of rows that have so many columns."""
+        """The lengths of the new values of rows with this many columns."""
         if self._lengths is None:
             values = self._new.values
             buffer = values.buffers()[1]
@@ -224,7 +222,7 @@ class ToastRows:
 
     @staticmethod
     def _keys(lists: pa.ListArray, at: Ints, rows: Ints, columns: Sequence[int]) -> list[bytes | None]:
-        """The values of the key columns, in one piece; None if one is not there."""
+        """The values of the key columns in one piece; None if one is missing."""
         parts = [lists.values.take(pa.array(at[rows] + column)).to_pylist() for column in columns]
         if len(parts) == 1:
             found: list[bytes | None] = parts[0]
@@ -237,7 +235,7 @@ class ToastRows:
     # --- what leaves
 
     def rebuild(self, begin: int, end: int, found: Sequence[tuple[int, bytes]]) -> CaptureBatch:
-        """The changes of rows `begin` to `end`, with the old tuple's values and `found` (mark, value) put in."""
+        """The changes of rows `begin` to `end`, with the old tuple's values and `found` (mark, value) filled in."""
         size = end - begin
         self.mark_left[[mark for mark, _ in found]] = False
         data = self.data.slice(begin, size)
