@@ -219,7 +219,7 @@ def _say_plan(flags: dict[str, Any], file: Path | None, counts: Counter[str], *,
 
 
 class _Letters:
-    """The letters that a configuration means; or those of the last run, if it says nothing."""
+    """The configured letters; or those of the last run, without a configuration."""
 
     def __init__(self, flags: dict[str, Any], file: Path | None) -> None:
         loaded = load(flags, os.environ, file)
@@ -292,7 +292,7 @@ class _Letters:
 
 
 def _time(text: str | None) -> datetime | None:
-    """`24h` ago, or a time as ISO 8601 writes it (UTC, if it does not say)."""
+    """`24h` ago, or an ISO 8601 time (UTC by default)."""
     if text is None:
         return None
     try:
@@ -360,7 +360,6 @@ def plan_destinations(flags: Mapping[str, Any], file: Path | None, adapters: lis
 
 
 def _change(spec: AdapterSpec, given: Mapping[str, Any]) -> AdapterSpec:
-    """The same adapter with another target."""
     replaced = {key for name in given for key in (name, f"{name}_file", name.removesuffix("_file"))}
     kept = {name: one for name, one in spec.options if name in spec.options.model_fields_set - replaced}
     what = f"adapter {spec.name}"

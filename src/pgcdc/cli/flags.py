@@ -1,5 +1,5 @@
-"""Flags made from the model of the configuration: a setting is written once, there. They are made when a command needs them,
-so that `pgcdc --help` and the small commands need not load the model."""
+"""Flags made from the configuration's model, the only place of a setting. They are made when a command needs them, so that
+`pgcdc --help` and small commands do not load the model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EPILOG = (
     "-cb-max-failures, -cb-reset, -rate-limit and -rate-limit-burst. See docs/configuration.md."
 )
 
-TWO_WAY = ("streaming",)  # Switches that are neither on nor off unless somebody says so
+TWO_WAY = ("streaming",)  # Switches that are neither on nor off by default
 
 
 class SettingsCommand(TyperCommand):
@@ -103,7 +103,7 @@ def _make_params() -> list[Any]:
 
 
 def _choices(annotation: Any) -> str:
-    """The placeholder of the value in the help: the choices, if there are any."""
+    """The placeholder of the value in the help: the choices, if any."""
     parts = (annotation, *get_args(annotation))
     found = [one for part in parts for one in get_args(part) if isinstance(one, str)]
     return "|".join(dict.fromkeys(found)) or "TEXT"

@@ -38,14 +38,14 @@ def listen(ctx: typer.Context, config: Annotated[Path | None, CONFIG_OPTION] = N
 
 
 def _end_at_once(code: int) -> NoReturn:
-    """End this process without waiting for anything, and the commands of adapters with it."""
+    """Exit without waiting for anything, and kill the adapters' commands."""
     if commands := sys.modules.get("pgcdc.sink.exec"):  # not loaded: there are none
         commands.end_all()
     os._exit(code)
 
 
 def _stop_on_signals(pipeline: Pipeline) -> None:
-    """The first signal ends in order; the second at once (nothing is lost: what is not confirmed comes again)."""
+    """The first signal stops in order; the second exits at once (nothing is lost: unconfirmed events come again)."""
     from pgcdc.run.pipeline import StopNow
 
     seen = 0
@@ -85,7 +85,7 @@ def playground(
 
             code = run_playground(seconds, rate, seed, keep)
         except KeyboardInterrupt:
-            # everything is cleaned up; a pipeline that was ended in the middle must not hold up the exit
+            # everything is cleaned up; an interrupted pipeline must not delay the exit
             sys.stdout.flush()
             os._exit(INTERRUPTED)
         raise typer.Exit(code)

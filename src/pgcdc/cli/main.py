@@ -25,7 +25,7 @@ COMMANDS = {
     "slot": "List, inspect and drop replication slots.",
     "consumer": "Consumers of a slot: each holds back WAL until it has acknowledged.",
 }
-"""Each with the line of its help. It is a function of that name or a group `<name>_app` in the module `pgcdc.cli.<name>`."""
+"""With their help lines. Each is a function of that name or a group `<name>_app` in the module `pgcdc.cli.<name>`."""
 _MODULES = {
     "validate": "config", "slot": "source", "consumer": "source", "describe": "source", "resync": "source",
     "reload": "status", "playground": "listen", "version": "main",
@@ -35,7 +35,7 @@ WITH_SETTINGS = ("listen", "validate")  # Commands that take every setting as a 
 
 
 class _Commands(TyperGroup):
-    """Loads a command when it is called; its help in the list of commands is known without."""
+    """Loads a command when it is called; the list of commands needs only its help line."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
@@ -74,7 +74,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # which takes longer to load than all the rest
+    rich_markup_mode=None,  # it takes longer to load than all the rest
 )
 
 
@@ -110,6 +110,6 @@ def main() -> Any:
     if sys.argv[1:] in (
         ["version"],
         ["--version"],
-    ):  # it takes no flags: what parses them takes longer than all the rest
+    ):  # no flags: their parser takes longer to load than all the rest
         return version()
     sys.exit(app())

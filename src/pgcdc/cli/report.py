@@ -1,4 +1,4 @@
-"""What commands say: errors in one line with the exit code of their kind, tables, and how far the reading of rows is."""
+"""Output of commands: errors in one line with their exit code, tables, and progress of reading rows."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def exit_on_error() -> Iterator[None]:
         raise typer.Exit(error.exit_code) from None
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
-    except BrokenPipeError:  # `pgcdc slot list | head`: nobody reads on, and the flush at exit must not complain
+    except BrokenPipeError:  # `pgcdc slot list | head`: the reader is gone, and the flush at exit must not complain
         drop_output()
         raise typer.Exit(0) from None
 
@@ -81,12 +81,10 @@ def show(value: object) -> str:
     return str(value)
 
 
-# --- how far the reading of tables is: bars on a terminal, a line now and then elsewhere; always on stderr
+# --- progress of reading tables: bars on a terminal, otherwise a line now and then; always on stderr
 
 
 class Bars:
-    """A bar for each table."""
-
     def __init__(self) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TaskID, TextColumn
@@ -108,7 +106,7 @@ class Bars:
 
 
 class CopyProgress:
-    """Shows how far a copy is: called when a table's turn has come, now and then, and when it is complete."""
+    """Shows a copy's progress: called when a table begins, now and then, and when it is complete."""
 
     def __init__(self, interval_s: float = LINE_INTERVAL_S, *, live: bool | None = None) -> None:
         self._interval_s = interval_s
@@ -138,7 +136,7 @@ class CopyProgress:
 
 
 class SnapshotProgress:
-    """Shows how far the initial snapshot is: bars on a terminal, else a line every ten seconds, and one at the end."""
+    """Shows the initial snapshot's progress: bars on a terminal, else a line every ten seconds, and one at the end."""
 
     def __init__(self, *, live: bool = False) -> None:
         self._bars = Bars() if live else None

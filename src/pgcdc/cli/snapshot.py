@@ -1,4 +1,4 @@
-"""`pgcdc snapshot`: the rows that are there, once through adapters or to Parquet, or again in a stream that runs."""
+"""`pgcdc snapshot`: the existing rows, once through adapters or to Parquet, or again in a running stream."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pgcdc.config import Config
     from pgcdc.run.copy_source import Wanted
 
-NOBODY_READS = 128 + signal.SIGPIPE  # The exit code of every command of Unix whose reader has gone
+NOBODY_READS = 128 + signal.SIGPIPE  # The exit code of Unix commands whose reader has gone
 DONE = {"pause": "paused", "resume": "goes on", "stop": "stopped"}
 TYPES = ("numeric", "out_of_range", "arrays", "composites")
 
@@ -121,7 +121,7 @@ def _flag(name: str) -> str:
 
 
 def _wanted(settings: Config, flags: dict[str, Any], names: list[str], where: str) -> Wanted:
-    """The tables of the flags, or else those of the configuration."""
+    """The tables of the flags, or else of the configuration."""
     from pgcdc.postgres.selection import Selection
     from pgcdc.run.copy_source import Wanted
 
@@ -176,7 +176,7 @@ def _copy(settings: Config, wanted: Wanted, to: str, partitions: int | None, typ
 
 
 def _parquet_folder(settings: Config, wanted: Wanted, to: str, partitions: int | None) -> Path:
-    """The folder of `--to`. Parquet has the columns of the tables: what hides something of them must not be passed over."""
+    """The folder of `--to`. Parquet has the tables' columns: refuse settings that would hide some of them."""
     if "adapters" in settings.model_fields_set:
         raise ConfigError("--to and --adapter are given", "Give one of them")
     rules = wanted.selection.row_filters or wanted.selection.columns or wanted.publication
@@ -197,7 +197,7 @@ def _parquet_folder(settings: Config, wanted: Wanted, to: str, partitions: int |
 
 
 def _end(number: int, _: FrameType | None) -> None:
-    """As an interrupt from the keyboard: what was begun is removed."""
+    """Like an interrupt from the keyboard: unfinished output is removed."""
     signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt
 

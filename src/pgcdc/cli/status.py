@@ -86,7 +86,7 @@ def read_status(state_dir: Path) -> dict[str, Any]:
 
 
 def _last_run(state: StateDir) -> dict[str, Any]:
-    """What a run left: its status when it ended, or when it began to stream if it was killed. Acks are always true."""
+    """What a run left: its status at its end, or at the start of streaming if it was killed. Acks are always current."""
     from pgcdc.sink.contract import Progress
 
     run: dict[str, Any] = read_json(state.run_status) or {}
@@ -97,7 +97,7 @@ def _last_run(state: StateDir) -> dict[str, Any]:
 
 
 def _last_capture(state: StateDir) -> dict[str, Any]:
-    """The last status of a capture that ended in order, or what is known of one that was killed."""
+    """The last status of a capture that ended in order, or what is known of a killed one."""
     from pgcdc.postgres.lsn import format_lsn
     from pgcdc.spool.consumers import Consumers
 
@@ -106,7 +106,7 @@ def _last_capture(state: StateDir) -> dict[str, Any]:
 
 
 def _snapshots_of(state: StateDir, capture: dict[str, Any], capturing: bool) -> list[dict[str, Any]]:
-    """Tables of an initial snapshot that is not complete, and incremental ones: those known to the capture, or waiting."""
+    """Tables of an incomplete initial snapshot, and incremental ones: those known to the capture, or waiting."""
     from pgcdc.run.control import list_snapshots
 
     initial = capture.get("initial_snapshot") or {"status": "complete"}

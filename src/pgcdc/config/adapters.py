@@ -58,7 +58,7 @@ def _pairs(texts: Iterable[Any], example: str) -> list[tuple[str, str]]:
 
 
 def parse_routes(value: Any) -> Any:
-    """`name=pattern,pattern` as often as wanted; `;` between them in a variable; a mapping in YAML."""
+    """`name=pattern,pattern`, repeatable; separated by `;` in a variable; a mapping in YAML."""
     if isinstance(value, str):
         value = [part for part in value.split(";") if part.strip()]
     if not isinstance(value, (list, tuple)):
@@ -70,7 +70,7 @@ def parse_routes(value: Any) -> Any:
 
 
 def parse_priorities(value: Any) -> Any:
-    """`name=priority`, with `,` between them in a variable; a mapping in YAML."""
+    """`name=priority`, separated by `,` in a variable; a mapping in YAML."""
     if not isinstance(value, (str, list, tuple)):
         return value
     texts = [value] if isinstance(value, str) else value
@@ -89,8 +89,7 @@ Patterns = Annotated[
     Field(min_length=1),
     BeforeValidator(split_names),
     text_or_list(),
-]
-"""Patterns of channels; one without a colon means a table."""
+]  # Patterns of channels; one without a colon means a table
 Routes = Annotated[dict[str, Patterns], BeforeValidator(parse_routes)]
 Priorities = Annotated[dict[str, Priority], BeforeValidator(parse_priorities)]
 
@@ -110,13 +109,13 @@ class Entry(Options):
 
 
 def _type_of(field: FieldInfo) -> Any:
-    """The type of a field with its limits. A path stays as it is written: a slash at its end may mean something."""
+    """The type of a field with its limits. A path stays as written: a final slash may have a meaning."""
     plain: Any = str | Path if field.annotation is Path else field.annotation
     return Annotated[(plain, *field.metadata)] if field.metadata else plain
 
 
 def shown_default(field: FieldInfo) -> str:
-    """` (default: 30s)` for the help; empty if there is no default, or it is empty or off."""
+    """` (default: 30s)` for the help; empty if the default is missing, empty or off."""
     unit, value = unit_of(field), field.default
     if field.is_required() or value is None or value is False or value in ("", (), {}):
         return ""
@@ -126,7 +125,7 @@ def shown_default(field: FieldInfo) -> str:
 
 
 def _make_models() -> tuple[dict[str, type[Entry]], type[Options], dict[str, tuple[str, str]]]:
-    """Of every type: the model of its mapping; the model of all flat keys; and the type and option of each flat key."""
+    """For every type the model of its mapping; the model of all flat keys; and each flat key's type and option."""
     entries: dict[str, type[Entry]] = {}
     flat: dict[str, Any] = {}
     keys: dict[str, tuple[str, str]] = {}
@@ -154,15 +153,14 @@ def _make_models() -> tuple[dict[str, type[Entry]], type[Options], dict[str, tup
 
 ENTRY_ALIASES = {
     alias: name for name, info in DeliveryOptions.model_fields.items() for alias in setting_of(name, info).aliases
-}
-"""Other names of the keys of a mapping: those of the manual."""
+}  # The manual's names of a mapping's keys
 ALIASES = {f"{kind}_{alias}": f"{kind}_{name}" for kind in ADAPTERS for alias, name in ENTRY_ALIASES.items()}
 """The same for flat keys and variables; flags have them anyway."""
 ENTRIES, _FLAT, FLAT_KEYS = _make_models()
 
 
 def rename_key(path: KeyPath, name: str) -> str:
-    """Our name of a key that stands in the file below `path`."""
+    """Our name of a key that the file has below `path`."""
     if not path:
         name = name.replace("-", "_")
         return ALIASES.get(name, name)
@@ -174,7 +172,7 @@ def _known_type(name: str) -> str:
 
 
 def kind_of(item: Any) -> str | None:
-    """The type of an item of `adapters`, as it is written or as a model: a mapping without one may have it as its name."""
+    """The type of an item of `adapters`, raw or a model: a mapping without a type may have it as its name."""
     if isinstance(item, str):
         return item
     if isinstance(item, Entry):
@@ -203,12 +201,12 @@ else:
 
 
 def adapter_specs(config: Config) -> tuple[AdapterSpec, ...]:
-    """Every adapter with its options and delivery. Conflict: an option is missing or does not fit."""
+    """Every adapter with its options and delivery. Conflict: an option is missing or invalid."""
     return tuple(_spec(config, number, item) for number, item in enumerate(config.adapters))
 
 
 def option_path(config: Config, number: int, name: str) -> KeyPath:
-    """Where an option of the adapter with this number in the list stands."""
+    """The path of an option of the adapter with this number in the list."""
     item = config.adapters[number]
     return (f"{item}_{name}",) if isinstance(item, str) else ("adapters", number, name)
 
@@ -219,7 +217,7 @@ def _spec(config: Config, number: int, item: AdapterItem) -> AdapterSpec:
     routes, priority = config.routes.get(name), config.adapter_priority.get(name)
     if isinstance(item, Entry):
         own, routes, priority = own or item.transforms, routes or item.routes, priority or item.priority
-    # what the flags say of the form of events comes last, since nothing can be behind it
+    # the flags' envelope comes last, since nothing can follow it
     forms = ((config.debezium_envelope, DebeziumSpec), (config.cloudevents_envelope, CloudEventsSpec))
     spec = AdapterSpec(
         name=name,
@@ -234,14 +232,14 @@ def _spec(config: Config, number: int, item: AdapterItem) -> AdapterSpec:
 
 
 def _given(config: Config, item: AdapterItem, model: type[BaseModel]) -> dict[str, Any]:
-    """The values that were given for an adapter, as far as this model has them."""
+    """An adapter's given values, as far as this model has them."""
     owner, prefix = (config, f"{item}_") if isinstance(item, str) else (item, "")
     found = {field: getattr(owner, prefix + field) for field in model.model_fields}
     return {field: value for field, value in found.items() if value is not None}
 
 
 def _options(config: Config, number: int, name: str, kind: type[SinkOptions]) -> SinkOptions:
-    """The options of one adapter. Conflict: one is missing, or they do not go together."""
+    """The options of one adapter. Conflict: one is missing, or they contradict each other."""
     item = config.adapters[number]
     try:
         return kind.model_validate(_given(config, item, kind))

@@ -1,4 +1,4 @@
-"""What is made from the model for people and editors: the effective settings, the file of `config init`, the JSON schema."""
+"""Made from the model for people and editors: the effective settings, the file of `config init`, the JSON schema."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pgcdc.sink.spec import DeliveryOptions
 
 
 def effective(loaded: Loaded) -> dict[str, tuple[Any, str]]:
-    """For each setting that has a value: the value, as JSON has it, and its origin. In the order of the groups."""
+    """Each set value, as JSON, and its origin. In the order of the groups."""
     found = {}
     for name, _, _ in sorted(FIELDS, key=lambda one: GROUPS.index(one[2].group)):
         value, origin = _value(loaded, name)
@@ -48,7 +48,7 @@ def _value(loaded: Loaded, name: str) -> tuple[Any, str]:
 
 
 def show_yaml(loaded: Loaded) -> str:
-    """The same as YAML that could be read again, with the origin of each value behind it."""
+    """The same as readable YAML, with the origin of each value behind it."""
     lines: list[str] = []
     group = ""
     for name, (value, origin) in effective(loaded).items():
@@ -95,7 +95,7 @@ _TRANSFORMS = """\
 
 
 def make_template() -> str:
-    """The text of the file: every setting with what it does. As it is, it says nothing but where events go."""
+    """The file's text: every setting with its description. Unchanged, it only says where events go."""
     parts = [_HEAD]
     for group in GROUPS:
         parts.append(f"\n\n## --- {group}\n")
@@ -126,7 +126,7 @@ def _write(field: FieldInfo) -> str:
 
 
 def write_template(path: Path) -> None:
-    """Write it to a file that does not exist yet. ConfigError if it does, or cannot be made."""
+    """Write it to a new file. ConfigError if it exists or cannot be created."""
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(make_template())

@@ -1,4 +1,4 @@
-"""Errors of pydantic as one line each: place, key, reason, value, and what to do instead."""
+"""pydantic's errors as one line each: place, key, reason, value, and what to do instead."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def explain(
     raw: Callable[[KeyPath], Any],
     known: Collection[KeyPath] = (),
 ) -> Iterator[ConfigError]:
-    """Every error, one per place. Misspelt keys come first: they are why another key is missing. `known` are places that
-    have an error already."""
+    """Every error, one per place. Misspelt keys come first: they are why another key is missing. `known` places have an
+    error already."""
     found = sorted(error.errors(include_url=False), key=lambda one: one["type"] != "extra_forbidden")
     misspelt = {_path(one["loc"], raw)[:-1] for one in found if one["type"] == "extra_forbidden"}
     seen: set[KeyPath] = set(known)
@@ -42,7 +42,7 @@ def explain(
 
 
 def _explain(error: Any, path: KeyPath, value: Any) -> tuple[KeyPath, str, str]:
-    """Which key it is about, what is wrong with it, and what to do."""
+    """The key, its problem, and what to do."""
     kind, context, loc = error["type"], error.get("ctx", {}), error["loc"]
     if kind == "extra_forbidden":
         name = str(loc[-1])
@@ -76,7 +76,7 @@ def _explain(error: Any, path: KeyPath, value: Any) -> tuple[KeyPath, str, str]:
 
 
 def _path(loc: tuple[str | int, ...], raw: Callable[[KeyPath], Any]) -> KeyPath:
-    """The path in the file: pydantic's without the names of union members, which it adds."""
+    """The path in the file: pydantic's without the union members' names that it adds."""
     path: KeyPath = loc[:1]
     for number, part in enumerate(loc[1:], 1):
         is_last = number == len(loc) - 1
@@ -89,7 +89,7 @@ def _path(loc: tuple[str | int, ...], raw: Callable[[KeyPath], Any]) -> KeyPath:
     return path
 
 
-# --- names that the manual has and we do not: what is here instead, or that it is not built yet
+# --- names that the manual has and we do not: our replacement, or that it is not built yet
 
 _STATE = "Leave it out: progress stands in the state directory (state_dir), not in a database"
 _NO_METRICS = "Metrics are not served yet. Numbers of a run: pgcdc status --json"
@@ -108,7 +108,7 @@ NAMES = {
     "checkpoint_path": "Use state_dir: it has checkpoints, spool and acks",
     "password": "Use password_file, or ${NAME} inside of db: a password does not stand in this file",
 }
-"""Settings of the manual, with underscores, and of others that people try."""
+"""Settings of the manual, with underscores, and others that people try."""
 
 _PREFIXES = {
     "bp_": "Use spool_limit: the capture stops reading when this much is undelivered",

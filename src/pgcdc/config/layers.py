@@ -38,19 +38,17 @@ _ALTERNATIVES = (
     ("snapshot_mode", "snapshot_first"),
     ("toast", "toast_cache"),
 )
-"""Two settings with one meaning: the one of the higher layer wins."""
+"""Two settings with one meaning: the higher layer's wins."""
 _MERGED: dict[str, Callable[[Any], Any]] = {"routes": parse_routes, "adapter_priority": parse_priorities}
-"""Settings by the name of an adapter: a flag for one adapter leaves the others as the file has them."""
+"""Settings by adapter name: a flag for one adapter leaves the file's others alone."""
 
 
 @dataclass
 class Loaded:
-    """The configuration, and where each value comes from."""
-
     config: Config = field(default_factory=Config)
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[KeyPath, str] = field(default_factory=dict)
-    """`--slot-name`, `PGCDC_SLOT_NAME`, or `` for the file; a key that is not here has its default."""
+    """`--slot-name`, `PGCDC_SLOT_NAME`, or `` for the file; a missing key has its default."""
     file: YamlFile | None = None
     secrets: set[str] = field(default_factory=set)
 
@@ -63,7 +61,7 @@ class Loaded:
         return self.origins.get(path[:2], self.origins.get(path[:1]))
 
     def place(self, path: KeyPath) -> str:
-        """Where a value stands, and its key: the beginning of an error."""
+        """A value's place and key: the beginning of an error."""
         said = self._said(path)
         if said == "" and self.file is not None:
             return self.file.place(path)
@@ -72,7 +70,7 @@ class Loaded:
         return name_key(path)
 
     def raw(self, path: KeyPath) -> Any:
-        """The value as it was written."""
+        """The value as written."""
         return value_at(self.file.raw if self._said(path) == "" and self.file is not None else self.values, path)
 
     def check(self) -> None:
@@ -87,12 +85,11 @@ class Loaded:
             raise ConfigErrors.of(found)
 
     def safe(self, error: PgcdcError) -> ConfigError:
-        """The same without any secret in it."""
         return ConfigError(hide(error.message, self.secrets), hide(error.advice, self.secrets))
 
 
 def load_config(flags: Mapping[str, Any], environ: Mapping[str, str], path: Path | None) -> Config:
-    """Merge the layers and check every value. `flags` holds only what was given; `path` None means pgcdc.yaml, if there."""
+    """Merge the layers and check every value. `flags` holds only given flags; `path` None means pgcdc.yaml, if it exists."""
     loaded = load(flags, environ, path)
     loaded.check()
     return loaded.config
@@ -126,8 +123,8 @@ def load(flags: Mapping[str, Any], environ: Mapping[str, str], path: Path | None
 
 
 def _read_variables(environ: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str], list[PgcdcError]]:
-    """Our variables by key: values and names. Others may begin with PGCDC_ too (a cluster makes some). One that is nearly
-    ours is a slip, and refused."""
+    """Our variables by key: values and names. Others may begin with PGCDC_ too (a cluster makes some); a near miss of ours
+    is refused as a typo."""
     known = {PREFIX + key.upper(): key for key, _, said in FIELDS if said.flag}
     known |= {PREFIX + alias.upper(): key for alias, key in ALIASES.items()}
     ours: dict[str, str] = {}
@@ -145,7 +142,6 @@ def _read_variables(environ: Mapping[str, str]) -> tuple[dict[str, str], dict[st
 
 
 def _add(loaded: Loaded, values: Mapping[str, Any], origins: Mapping[str, str]) -> None:
-    """Put a layer on top of the others."""
     for group in _ALTERNATIVES:
         if any(key in values for key in group):
             for key in group:
@@ -161,7 +157,7 @@ def _add(loaded: Loaded, values: Mapping[str, Any], origins: Mapping[str, str]) 
 
 
 def _merge(loaded: Loaded, key: str, value: Any, origin: str) -> dict[str, Any] | None:
-    """Both layers, name by name; None if one of them is wrong, which is reported later."""
+    """Both layers, name by name; None if one is invalid, which is reported later."""
     try:
         below, above = (_MERGED[key](one) for one in (loaded.values.get(key), value))
     except PydanticCustomError:
@@ -173,8 +169,8 @@ def _merge(loaded: Loaded, key: str, value: Any, origin: str) -> dict[str, Any] 
     return {**below, **above}
 
 
-# --- secrets: `setting(..., secret=True)` holds one, or may (a URL). They are never shown. With `literal=False` the file may
-# not have it in plain text, only as `${NAME}`
+# --- secrets: `setting(..., secret=True)` holds one, or may (a URL). They are never shown. With `literal=False` the file
+# must have it as `${NAME}`, not in plain text
 
 
 def _secret(model: type[BaseModel], name: object) -> Setting | None:
@@ -185,7 +181,7 @@ def _secret(model: type[BaseModel], name: object) -> Setting | None:
 
 
 def _given(values: Mapping[str, Any]) -> Iterator[tuple[KeyPath, Setting, Any]]:
-    """Every secret that is given: where it stands, its setting, and its value."""
+    """Every given secret: its path, setting and value."""
     owners: list[tuple[KeyPath, type[BaseModel], Mapping[Any, Any]]] = [((), Config, values)]
     items = values.get("adapters")
     for number, item in enumerate(items if isinstance(items, (list, tuple)) else ()):
@@ -198,7 +194,6 @@ def _given(values: Mapping[str, Any]) -> Iterator[tuple[KeyPath, Setting, Any]]:
 
 
 def find_secrets(values: Mapping[str, Any]) -> set[str]:
-    """Texts that must not appear in a message."""
     found: set[str] = set()
     for _, said, value in _given(values):
         if isinstance(value, Mapping):
@@ -209,7 +204,7 @@ def find_secrets(values: Mapping[str, Any]) -> set[str]:
 
 
 def check_literals(raw: Mapping[str, Any]) -> None:
-    """Raise Conflict for a secret that stands in the file itself. `raw` is the file's content, with its `${NAME}`."""
+    """Raise Conflict for a secret in the file itself. `raw` is the file's content, with its `${NAME}`."""
     for path, said, given in _given(raw):
         if said.literal:
             continue
@@ -225,15 +220,14 @@ def check_literals(raw: Mapping[str, Any]) -> None:
 
 
 def _has_literal(text: str, *, is_header: bool) -> bool:
-    """Whether a part of the secret is plain text. A header may name its scheme: `Bearer ${TOKEN}`, `id=${ID};
-    key=${KEY}`."""
+    """Whether part of the secret is plain text. A header may name its scheme: `Bearer ${TOKEN}`, `id=${ID}; key=${KEY}`."""
     if is_header and "${" in text:
         text = _BEFORE_VARIABLE.sub("", text)
     return bool(literal_part(text).strip(" ;,\"'"))
 
 
 def hide_secrets(name: str, value: Any) -> Any:
-    """The value of a setting without its secrets, as JSON has it."""
+    """A setting's value without its secrets, as JSON."""
     if name == "adapters" and isinstance(value, list):
         return [_hide(ENTRIES[str(kind_of(item))], item) if isinstance(item, dict) else item for item in value]
     return _hide(Config, {name: value})[name]
@@ -255,7 +249,7 @@ def _redact(value: Any) -> Any:
 
 
 def take_urls(loaded: Loaded) -> Iterator[Conflict]:
-    """Read the URLs of databases, from files too. Their passwords are hidden, and may not stand in a shared file."""
+    """Read the database URLs, also from files. Their passwords are hidden, and may not be in a shared file."""
     given = [path for path, said, _ in _given(loaded.values) if said.cascade == "db"]
     for path in (("db",), ("dlq_db",), *given):
         yield from conflicts_of(path, partial(_take_url, loaded, path))
@@ -291,7 +285,7 @@ def _take_url(loaded: Loaded, path: KeyPath) -> None:
 
 
 def _check_no_literal(loaded: Loaded, path: KeyPath) -> None:
-    """A password may come from the environment or a file of its own, but not stand in a file that people share."""
+    """A password may come from the environment or its own file, but not from a file that people share."""
     raw = loaded.raw(path) if loaded.file is not None and loaded.origins.get(path[:1]) == "" else None
     try:
         params = parse_url(literal_part(raw)) if isinstance(raw, str) else {}

@@ -147,7 +147,6 @@ class Config(PipelineSettings, AdapterKeys):
 
     @property
     def adapter_names(self) -> tuple[str, ...]:
-        """The names of the adapters."""
         return tuple(item if isinstance(item, str) else item.name for item in self.adapters)
 
     @property
@@ -159,10 +158,10 @@ class Config(PipelineSettings, AdapterKeys):
 
 
 FIELDS = [(name, field, setting_of(name, field)) for name, field in Config.model_fields.items()]
-"""Every setting: its name, its field, and what the command line and documents need to know of it."""
+"""Every setting: name, field, and metadata for the command line and documents."""
 
 
-# --- what cannot go together: each rule raises Conflict with the key that it is about, and advice
+# --- contradictions: each rule raises Conflict with its key, and advice
 
 RESERVED = "main"  # The lane that adapters share: an adapter's own lane has the adapter's name
 
@@ -171,7 +170,7 @@ _T = TypeVar("_T")
 
 
 def at(path: KeyPath, check: Callable[[], _T]) -> _T:
-    """The result of a check of another module; its error is about this key."""
+    """The result of another module's check; its error is about this key."""
     try:
         return check()
     except PgcdcError as error:
@@ -179,7 +178,7 @@ def at(path: KeyPath, check: Callable[[], _T]) -> _T:
 
 
 def _needs(config: Config) -> Iterator[tuple[str, str, bool]]:
-    """Settings that mean something only with another one: the key, the other, and whether that is given."""
+    """Settings that need another one: the key, the other, and whether that is given."""
     yield "bus_buffer", "--bus-mode fast", config.bus_mode == "fast"
     yield "dlq_file", "--dlq file", config.dlq == "file"
     for key in ("dlq_db", "dlq_db_file", "dlq_table"):
@@ -198,7 +197,7 @@ def _check_needs(config: Config) -> None:
 
 
 def _check_trial(config: Config) -> None:
-    """Flags of the manual for what pgcdc always does: they may be true, but not false."""
+    """The manual's flags for what pgcdc always does: they may be true, but not false."""
     if config.cooperative_checkpoint is False:
         raise Conflict(
             ("cooperative_checkpoint",),
@@ -256,7 +255,7 @@ def _check_dead_letters(config: Config) -> None:
 
 
 def _check_names(config: Config) -> None:
-    """A setting by the name of an adapter needs that adapter, and may be given once."""
+    """A setting by adapter name needs that adapter, and may be given once."""
     own: dict[KeyPath, Iterable[str]] = {
         ("routes",): config.routes,
         ("adapter_priority",): config.adapter_priority,
@@ -294,7 +293,7 @@ def _check_transforms(config: Config) -> None:
 
 
 def _check_chain(config: Config, adapter: AdapterSpec, chain: Sequence[Any]) -> None:
-    """An envelope is the whole text of an event: behind it there are no columns."""
+    """An envelope is the whole text of an event: no columns follow it."""
     numbers = [number for number, one in enumerate(chain) if isinstance(one, (DebeziumSpec, CloudEventsSpec))]
     if not numbers:
         return
@@ -319,7 +318,7 @@ def _check_chain(config: Config, adapter: AdapterSpec, chain: Sequence[Any]) -> 
 
 
 def _check_transform(path: KeyPath, spec: Any) -> None:
-    """The model of a transform cannot tell whether the key of a hash can be read."""
+    """A transform's model cannot tell whether the key of a hash is readable."""
     if not isinstance(spec, MaskSpec) or spec.mode != "hash":
         return
     if not spec.key_env and not spec.key_file:

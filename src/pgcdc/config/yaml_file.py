@@ -1,5 +1,5 @@
-"""`pgcdc.yaml`, with the line of every key and list item, and variables put in. The tree of nodes is walked here rather than
-by PyYAML's constructor: it forgets lines, and takes the last of two equal keys."""
+"""`pgcdc.yaml`, with the line of every key and list item, and variables replaced. It walks the tree of nodes itself:
+PyYAML's constructor forgets lines, and takes the last of two equal keys."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def value_at(values: Any, path: KeyPath) -> Any:
 
 
 class YamlFile:
-    """The content of a file. ConfigError with file and line for what cannot be read. `rename(path, key)` gives the name that
-    counts for a key below `path`."""
+    """The content of a file. ConfigError with file and line for what cannot be read. `rename(path, key)` gives our name of a
+    key below `path`."""
 
     def __init__(self, path: Path, environ: Mapping[str, str], rename: Callable[[KeyPath, str], str]) -> None:
         self.path = path
@@ -51,11 +51,11 @@ class YamlFile:
         self._rename = rename
         self._lines: dict[KeyPath, int] = {}
         self._count = 0
-        self.raw = self._read()  # As it is written, with `${NAME}`: for messages, and to be shown
+        self.raw = self._read()  # As written, with `${NAME}`: for messages and display
         self.values: dict[str, Any] = self._expand(self.raw, ())
 
     def place(self, path: KeyPath) -> str:
-        """`pgcdc.yaml, line 3: adapters[1].path`, as near to it as the file goes."""
+        """`pgcdc.yaml, line 3: adapters[1].path`, as exactly as the file allows."""
         known = path
         while known and known not in self._lines:
             known = known[:-1]

@@ -46,7 +46,7 @@ _SETTINGS = {
     "max_replication_slots": "20",
 }
 _START_TIMEOUT_S = 60.0
-_RETRY_FOR_S = 5.0  # what a server that has just ended may still hold
+_RETRY_FOR_S = 5.0  # what a server that just ended may still hold
 _SHORT_LIVED = ("Address already in use", "pre-existing shared memory block")
 # A line means "the server has ended, go away"; end of file means that our process has died.
 _WATCHDOG = """
@@ -58,7 +58,7 @@ kill -QUIT "$1"
 
 
 class EmbeddedPostgres:
-    """A running server of our own. Leaving the context stops it, and removes its data."""
+    """Our own running server. Leaving the context stops it and removes its data."""
 
     def __init__(self, version: int = 18, settings: Mapping[str, str] = {}, password: str | None = None) -> None:
         self.version = version
@@ -97,7 +97,6 @@ class EmbeddedPostgres:
 
     @property
     def pid(self) -> int:
-        """The postmaster's process id (of the last start)."""
         return self._server.pid if self._server else 0
 
     @property
@@ -105,7 +104,7 @@ class EmbeddedPostgres:
         return self._server is not None and self._server.poll() is None
 
     def url(self, dbname: str = "postgres", user: str = "postgres") -> str:
-        """A URL for psycopg, with the password if there is one and the user is its owner."""
+        """A URL for psycopg, with the password if it belongs to this user."""
         secret = f":{quote(self._password, safe='')}" if self._password is not None and user == "postgres" else ""
         return f"postgresql://{quote(user, safe='')}{secret}@127.0.0.1:{self.port}/{quote(dbname, safe='')}"
 
@@ -121,7 +120,7 @@ class EmbeddedPostgres:
         self._dismiss_watchdog()
 
     def kill(self) -> None:
-        """kill -9 the postmaster and all its children, as a crash of the machine would (but for the page cache)."""
+        """kill -9 the postmaster and all its children, like a crash of the machine (except for the page cache)."""
         if self._server is not None and self.is_running:
             with contextlib.suppress(ProcessLookupError):
                 self._server.send_signal(signal.SIGSTOP)  # no new children while we look for them
@@ -134,7 +133,7 @@ class EmbeddedPostgres:
             deadline = time.monotonic() + 10.0
             while not all(map(_is_gone, backends)) and time.monotonic() < deadline:
                 time.sleep(0.01)
-            # Its process id may be somebody else's by the time of the next start, which would then be refused.
+            # Its process id may be somebody else's at the next start, which would then be refused.
             (self.data_dir / "postmaster.pid").unlink(missing_ok=True)
         self._dismiss_watchdog()
 
@@ -166,7 +165,7 @@ class EmbeddedPostgres:
             config.write("include_if_exists 'pgcdc.conf'\n")
 
     def _launch(self, port: int | None) -> None:
-        """Start and wait until the server answers; another port if ours is taken and may be chosen freely."""
+        """Start and wait until the server answers; on another port if ours is taken and not fixed."""
         with self._open("pgcdc.conf", os.O_TRUNC) as config:
             for name, value in self._settings.items():
                 quoted = value.replace("'", "''")
@@ -183,7 +182,7 @@ class EmbeddedPostgres:
             time.sleep(0.2)
 
     def _start_once(self, deadline: float) -> str | None:
-        """None when ready, or what the server that ended said."""
+        """None when ready, or the last words of a server that ended."""
         log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
         # A session of its own: Ctrl-C is for us, we stop the server when the pipeline has finished
         how: dict[str, Any] = {"cwd": "/", "start_new_session": True, **self._account.popen_options()}
@@ -206,7 +205,7 @@ class EmbeddedPostgres:
         return self.log_path.read_bytes()[log_start:].decode(errors="replace")
 
     def _is_ready(self) -> bool:
-        """As pg_ctl does it: the postmaster writes its state into its pid file."""
+        """Like pg_ctl: the postmaster writes its state into its pid file."""
         try:
             lines = (self.data_dir / "postmaster.pid").read_text().splitlines()
         except FileNotFoundError:
@@ -219,12 +218,12 @@ class EmbeddedPostgres:
             self._watchdog = None
 
     def _open(self, name: str, flag: int) -> IO[bytes]:
-        """A file of ours in the data directory; its owner may be another account, so never through a link."""
+        """Our file in the data directory; its owner may be another account, so never through a link."""
         return os.fdopen(os.open(self.data_dir / name, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | flag, 0o644), "wb")
 
 
 def _is_gone(process: psutil.Process) -> bool:
-    """Killed orphans belong to init now, which may leave them as zombies."""
+    """Killed orphans belong to init, which may leave them as zombies."""
     try:
         return bool(process.status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -232,12 +231,12 @@ def _is_gone(process: psutil.Process) -> bool:
 
 
 def _environment() -> dict[str, str]:
-    """Ours without PGDATA, PGPORT, PGOPTIONS ..., which would change what the server does."""
+    """Ours without PGDATA, PGPORT, PGOPTIONS ..., which would affect the server."""
     return {name: value for name, value in os.environ.items() if not name.startswith("PG")} | {"LC_ALL": "C"}
 
 
 def _choose_port() -> int:
-    """A free port below the range that outgoing connections take, so that it is still free after a restart."""
+    """A free port below the ephemeral range, so that it is still free after a restart."""
     while True:
         port = random.SystemRandom().randrange(20_000, 32_000)
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -273,7 +272,7 @@ def _major_version(bin_dir: Path) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """Whom the server runs as. `uid` is None when we are an ordinary user: the server runs as we do."""
+    """The server's account. `uid` is None for an ordinary user: the server runs as we do."""
 
     uid: int | None = None
     gid: int | None = None
@@ -293,7 +292,6 @@ class Account:
             os.chown(path, self.uid, self.gid, follow_symlinks=False)
 
     def can_enter(self, folder: Path) -> bool:
-        """Whether the account gets into this folder."""
         command = ["/bin/sh", "-c", 'cd "$1"', "sh", str(folder)]
         return (
             self.uid is None
@@ -304,7 +302,7 @@ class Account:
 
 
 def make_scratch_dir(account: Account) -> Path:
-    """A new private directory in a temp dir which the account can reach."""
+    """A new private directory in a temp dir that the account can reach."""
     for parent in dict.fromkeys((Path(tempfile.gettempdir()), Path("/tmp"), Path("/var/tmp"))):
         if parent.is_dir() and os.access(parent, os.W_OK) and account.can_enter(parent):
             scratch = Path(tempfile.mkdtemp(prefix="pgcdc-", dir=parent))

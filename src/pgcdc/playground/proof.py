@@ -1,5 +1,5 @@
 """The playground's proof: the delivered events, applied in order, give the content of the database. Both sides hold
-PostgreSQL's text as the stream carries it, so that they can be compared byte for byte."""
+PostgreSQL's text as the stream carries it, so they can be compared byte for byte."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _COLUMNS = """
 
 
 class Rules:
-    """Impossible events: a row that is inserted twice, or a change of a row that does not exist."""
+    """Impossible events: a row inserted twice, or a change of a missing row."""
 
     def fault(self, event: Mapping[str, Any], rows: Mapping[Key, Row], key: Key, previous: Row | None) -> str | None:
         """What is wrong with an event of the row `key`. `previous` was taken out of the table's `rows`."""
@@ -48,12 +48,9 @@ class Rules:
 def fold_events(
     events: Iterable[Mapping[str, Any]], keys: Mapping[str, Sequence[str]], rules: Rules | None = None
 ) -> Tables:
-    """The tables that result from applying JSON events in order. `keys` maps "schema.table" to its key columns.
-
-    A table with no key columns is a bag of rows, of which there are only inserts. A column named in
-    `_unchanged_toast_columns` keeps its previous value; if none is known it stays absent, which `differences` reports.
-    ValueError: what the rules say cannot be.
-    """
+    """The tables after applying JSON events in order. `keys` maps "schema.table" to its key columns. A table without key
+    columns is a bag of rows with inserts only. A column in `_unchanged_toast_columns` keeps its previous value; an unknown
+    one stays absent, which `differences` reports. ValueError: the rules call an event impossible."""
     tables: Tables = {}
     for event in events:
         operation, payload = event["operation"], event["payload"]
@@ -93,13 +90,12 @@ def fold_events(
 
 
 def table_of(event: Mapping[str, Any]) -> str:
-    """`schema.table` of an event."""
     name = str(event["channel"]).removeprefix("pgcdc:")
     return name if "." in name else f"public.{name}"
 
 
 def check_sequence(events: Iterable[Mapping[str, Any]], faults: list[str]) -> Iterator[Mapping[str, Any]]:
-    """The same events; those that came twice or out of order are told in `faults`."""
+    """The same events; repeated and misplaced ones are added to `faults`."""
     ids: set[int] = set()
     last = ""
     for event in events:
@@ -114,7 +110,7 @@ def check_sequence(events: Iterable[Mapping[str, Any]], faults: list[str]) -> It
 
 
 def _number(row: Row, rows: Mapping[Key, Row]) -> Key:
-    """A key for a row of a table that has none: its values, and how many like it come before."""
+    """A key for a row of a table without one: its values, and how many equal rows precede it."""
     values = tuple(row[column] for column in sorted(row))
     count = 0
     while (key := (*values, str(count))) in rows:
@@ -162,7 +158,7 @@ def differences(source: Tables, folded: Tables) -> list[str]:
 
 
 def _compare(wanted: Mapping[Any, object], found: Mapping[Any, object]) -> Iterator[tuple[Any, str]]:
-    """Keys whose values differ; with `missing in` or `only in` if one of them has no value."""
+    """Keys whose values differ; with `missing in` or `only in` if one side has no value."""
     for key in sorted(wanted.keys() | found.keys(), key=repr):
         side = "missing in" if key not in found else "only in" if key not in wanted else ""
         if side or wanted[key] != found[key]:
@@ -170,15 +166,12 @@ def _compare(wanted: Mapping[Any, object], found: Mapping[Any, object]) -> Itera
 
 
 def shown(value: object) -> str:
-    """A value for a message."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The outcome of a comparison."""
-
     events: int
     rows: int
     tables: int
@@ -186,7 +179,7 @@ class Verdict:
 
     @property
     def is_equal(self) -> bool:
-        """Whether nothing was lost and nothing came twice."""
+        """Whether nothing was lost or repeated."""
         return not self.faults
 
     def __str__(self) -> str:

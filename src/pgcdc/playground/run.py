@@ -55,8 +55,8 @@ AGAIN = "Start the playground again"
 def run_playground(
     seconds: float | None = None, rate_per_s: float = 20.0, seed: int = 1, keep: Path | None = None
 ) -> int:
-    """Play, compare, clean up; the exit code. `seconds` None: until Ctrl-C. `keep`: a folder for the delivered file. Raises
-    KeyboardInterrupt, with everything cleaned up, if it was interrupted before events came, or twice."""
+    """Play, compare, clean up; returns the exit code. `seconds` None: until Ctrl-C. `keep`: a folder for the delivered file.
+    Raises KeyboardInterrupt, with everything cleaned up, if interrupted before events came, or twice."""
     check_java()
     kept = _choose_file(keep)
     playground = _Playground(seconds)
@@ -65,7 +65,7 @@ def run_playground(
     try:
         return playground.play(kept, seed, rate_per_s)
     except (KeyboardInterrupt, Exception) as error:
-        if playground.signals:  # what fails because we end things at once is no news
+        if playground.signals:  # failures caused by our own abrupt end are no news
             raise KeyboardInterrupt from None
         if not isinstance(error, PgcdcError) or error.exit_code == 1:
             playground.show_logs()
@@ -75,7 +75,7 @@ def run_playground(
 
 
 def _choose_file(folder: Path | None) -> Path | None:
-    """Where the delivered file is kept, if it is."""
+    """The kept path of the delivered file, if any."""
     if folder is None:
         return None
     path = folder.absolute() / EVENTS_FILE
@@ -91,7 +91,7 @@ def _choose_file(folder: Path | None) -> Path | None:
 
 
 class _Playground:
-    """One run. `play` once, then `close`, whatever happened."""
+    """One run. `play` once, then always `close`."""
 
     def __init__(self, seconds: float | None) -> None:
         self.signals = 0
@@ -107,7 +107,7 @@ class _Playground:
         self._is_flowing = False
 
     def handle_signal(self, number: int, _: FrameType | None) -> None:
-        """Before events flow, the first one interrupts. Then it ends in order, the second interrupts; the third kills."""
+        """Before events flow, the first one interrupts. Then it stops in order, the second interrupts, the third kills."""
         self.signals += 1
         if self.signals > 2:
             os._exit(128 + number)
@@ -165,13 +165,13 @@ class _Playground:
         return pipeline
 
     def _watch(self, pipeline: Pipeline) -> None:
-        """Show what arrives until the time is over or somebody asks for the end."""
+        """Show what arrives until the time is over or the user stops."""
         opened_s = time.time()
         with open_view(self._meter, self._seconds) as show:
             while not self.signals:
                 time.sleep(TICK_S)
                 self._observe(pipeline)
-                began_s, now_s = self._meter.began_s, time.time()  # until the first event, the time does not count
+                began_s, now_s = self._meter.began_s, time.time()  # the time does not count before the first event
                 if began_s is not None:
                     show(now_s)
                 elif now_s - opened_s > FIRST_EVENT_TIMEOUT_S:
@@ -180,7 +180,7 @@ class _Playground:
                     return
 
     def _drain(self, pipeline: Pipeline) -> None:
-        """Wait until everything that was committed is in the file."""
+        """Wait until everything committed is in the file."""
         self._observe(pipeline)
         # the capture that is asked does not wait for its idle interval to report it
         asked = ask(pipeline.state.capture_lock, {"do": "target"})
@@ -201,7 +201,7 @@ class _Playground:
     # --- measuring and showing
 
     def _observe(self, pipeline: Pipeline) -> None:
-        """Measure what was delivered since the last time, and ask the server how far it is."""
+        """Measure the deliveries since the last call, and ask the server for its position."""
         if pipeline.wait(0):
             raise PgcdcError("the pipeline ended by itself", AGAIN)
         with contextlib.suppress(queue.Empty):
@@ -230,7 +230,7 @@ class _Playground:
             typer.echo(f"the delivered events are in {kept}")
 
     def show_logs(self) -> None:
-        """After a failure: the end of what Spark and the capture wrote, because the files go with us."""
+        """After a failure: the end of Spark's and the capture's logs, because the files are deleted."""
         for log in sorted(self._scratch.glob("state/*.log")):
             for line in log.read_text(errors="replace").splitlines()[-SHOWN_LOG_LINES:]:
                 typer.echo(f"{log.name}: {line}")
@@ -238,7 +238,7 @@ class _Playground:
     # --- the end
 
     def close(self) -> None:
-        """Leave nothing behind: in order if there is time, at once if somebody is in a hurry."""
+        """Leave nothing behind: in order if there is time, otherwise at once."""
         try:
             # interrupted before anything was delivered: there is nothing to lose
             if self.signals > 1 or (self.signals and not self._is_flowing):
@@ -250,7 +250,7 @@ class _Playground:
             shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _end_at_once(self) -> None:
-        """Kill everything that we started. What is left to do is to exit."""
+        """Kill everything that we started, before exiting."""
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - threads of pyspark complain when their JVM dies
         if self._server is not None:
             self._server.kill()
@@ -267,7 +267,6 @@ class _Playground:
 
 
 def say(text: str) -> None:
-    """Something that takes time begins."""
     typer.echo(f"pgcdc: {text}")
 
 

@@ -64,7 +64,6 @@ _LETTERS = string.ascii_letters + string.digits
 
 
 def create_tables(conn: psycopg.Connection[Any]) -> None:
-    """Create the tables, empty."""
     conn.execute(_SCHEMA)
 
 
@@ -74,9 +73,9 @@ def add_first_rows(conn: psycopg.Connection[Any]) -> None:
 
 
 class Traffic:
-    """Random transactions from a thread of its own, about `rate_per_s` commits a second, until `stop`. `commits` and
-    `changes` count what the server has acknowledged. A lost connection is opened again, so that the traffic survives a
-    killed server (the transaction in flight then may have committed without being counted)."""
+    """Random transactions from its own thread, about `rate_per_s` commits a second, until `stop`. `commits` and `changes`
+    count what the server has acknowledged. It reconnects, so that it survives a killed server (the transaction in flight may
+    then have committed without being counted)."""
 
     def __init__(self, url: str, seed: int, rate_per_s: float) -> None:
         self.commits = 0
@@ -96,7 +95,7 @@ class Traffic:
         return self._thread.is_alive()
 
     def stop(self, timeout_s: float = 30.0) -> None:
-        """End after the transaction in progress. Raises what ended the traffic early, if anything did."""
+        """End after the current transaction. Raises what ended the traffic early, if anything."""
         self._stopping.set()
         self._thread.join(timeout_s)
         if self._thread.is_alive():
@@ -128,7 +127,7 @@ class Traffic:
                 self.changes += changes
 
     def _step(self, conn: psycopg.Connection[Any], name: str) -> int:
-        """Do what the name says, with values at random; how many rows are changed."""
+        """One step with random values; returns the number of changed rows."""
         if name == "change_mind":  # the whole transaction is rolled back
             self._step(conn, "place_order")
             raise psycopg.Rollback
@@ -179,7 +178,7 @@ _PICK_UUID = """
     SELECT id FROM documents WHERE id >= rpad(lpad(to_hex((%s * 4294967295)::bigint), 8, '0'), 32, '0')::uuid
     ORDER BY id LIMIT 1"""
 _PICKS = {"customer": _PICK.format("customers"), "order": _PICK.format("orders"), "document": _PICK_UUID}
-"""A key that exists at random, by the index, however large the table."""
+"""A random existing key, by the index, however large the table."""
 STEPS = {
     "place_order": (20, """
         INSERT INTO orders (customer_id, status, total, note) VALUES (%(customer)s, 'new', %(price)s, %(text)s);
@@ -210,5 +209,5 @@ STEPS = {
     "change_mind": (3, ""),
     "change_half_a_mind": (3, ""),
 }  # fmt: skip
-"""What happens in the shop: how often, and the statements; `%(name)s` is one of `_VALUES` or `_PICKS`."""
+"""The shop's steps: frequency and statements; `%(name)s` is one of `_VALUES` or `_PICKS`."""
 _WEIGHTS = [weight for weight, _ in STEPS.values()]

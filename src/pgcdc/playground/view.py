@@ -1,5 +1,5 @@
-"""What the playground measures, and how it is shown: rates, latency, what each table got, and the newest events.
-`draw_screen` is a function of the meter. Where there is no terminal that can show it, `progress_line` is printed instead."""
+"""The playground's measurements and display: rates, latency, events per table, and the newest events. `draw_screen` is a
+function of the meter. Without a capable terminal `progress_line` is printed instead."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ LINE_INTERVAL_S = 5.0
 
 
 class Meter:
-    """Adds up what was delivered. One thread uses it. What was committed before the first delivery waited for the start, not
-    for the pipeline: its latency is left out."""
+    """Adds up deliveries, in one thread. Commits before the first delivery waited for the start, not for the pipeline: their
+    latency is left out."""
 
     def __init__(self) -> None:
         self.began_s: float | None = None  # When the first event was delivered, in seconds since 1970
@@ -43,7 +43,7 @@ class Meter:
         self._last_commit = ""
 
     def add(self, batch: pa.Table, delivered_s: float) -> None:
-        """Count one batch (`position` and `line` columns) that was delivered at this time (seconds since 1970)."""
+        """Count one batch (`position` and `line` columns), delivered at this time (seconds since 1970)."""
         events = [orjson.loads(line) for line in batch.column("line").to_pylist()]
         if not events:
             return
@@ -70,7 +70,7 @@ class Meter:
         return sum(one[1] for one in parts) / span_s, sum(one[2] for one in parts) / span_s, latencies
 
     def history(self, now_s: float) -> list[int]:
-        """Events in each whole second since the start, two minutes at most; the one that runs would look like a drop."""
+        """Events in each whole second since the start, two minutes at most; the current second would look like a drop."""
         found = [0] * min(HISTORY_S, int(now_s) - int(self.began_s or now_s))
         for at_s, events, *_ in self._recent:
             age = int(now_s) - int(at_s)
@@ -80,7 +80,7 @@ class Meter:
 
     @property
     def lag_bytes(self) -> int:
-        """How much WAL the server has written that is not delivered."""
+        """Undelivered WAL of the server."""
         return max(0, self.server_lsn - self.delivered_lsn)
 
 
@@ -93,7 +93,7 @@ def format_ms(value: float) -> str:
 
 
 def format_latency(latencies: Counter[int], share: float) -> str:
-    """The latency that this share of the events does not exceed; `-` while there is nothing to tell."""
+    """The latency that this share of the events does not exceed; `-` without data."""
     left = share * latencies.total()
     for value in sorted(latencies):
         left -= latencies[value]
@@ -108,7 +108,6 @@ def format_clock(seconds: float) -> str:
 
 
 def progress_line(meter: Meter, now_s: float) -> str:
-    """One line for a log."""
     events_per_s, commits_per_s, latencies = meter.recent(now_s)
     return (
         f"{format_clock(now_s - (meter.began_s or now_s))}  {meter.events:,} events in {meter.commits:,} commits, "
@@ -119,7 +118,6 @@ def progress_line(meter: Meter, now_s: float) -> str:
 
 
 def summary_line(latencies: Counter[int]) -> str:
-    """Latency of the whole run."""
     p50, p99, top = (format_latency(latencies, share) for share in (0.5, 0.99, 1.0))
     return f"commit to file: p50 {p50}, p99 {p99}, max {top} over {latencies.total():,} events"
 
@@ -137,7 +135,6 @@ def describe_event(event: dict[str, Any]) -> str:
 
 
 def table_of(event: dict[str, Any]) -> str:
-    """The name that its channel has."""
     return str(event["channel"]).removeprefix("pgcdc:")
 
 
@@ -153,7 +150,7 @@ def _shorten(value: str | None) -> str:
 
 @contextlib.contextmanager
 def open_view(meter: Meter, seconds: float | None, console: Console | None = None) -> Iterator[Callable[[float], None]]:
-    """Call what this gives with the time of now, again and again: it shows what the meter has."""
+    """Returns a function that shows the meter; call it repeatedly with the current time."""
     console = console or Console()
     if not console.is_terminal or console.is_dumb_terminal or not console.encoding.startswith("utf"):
         yield _every(LINE_INTERVAL_S, lambda now_s: console.print(progress_line(meter, now_s), soft_wrap=True))
@@ -191,7 +188,7 @@ def draw_screen(meter: Meter, now_s: float, seconds: float | None, width: int, h
 
 
 def sparkline(values: Sequence[int], width: int) -> str:
-    """The last `width` values as bars, the newest at the right end; anything but 0 is visible."""
+    """The last `width` values as bars, the newest on the right; anything but 0 is visible."""
     shown = list(values[-width:]) if width > 0 else []
     top = max(shown, default=0)
     return "".join(_BARS[max(1, round(value / top * 8)) if value else 0] for value in shown).rjust(max(0, width))
@@ -241,7 +238,6 @@ def _tables(meter: Meter, names: list[str], width: int) -> RenderableType:
 
 
 def _events(meter: Meter, rows: int, width: int) -> RenderableType:
-    """The newest at the bottom, as in a log."""
     lines = []
     for event in list(meter.last)[-rows:]:
         line = Text(describe_event(event), no_wrap=True)
