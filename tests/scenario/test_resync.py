@@ -56,7 +56,10 @@ def delivery(database: Database, tmp_path: Path) -> Delivery:
 
 
 def lose_slot(database: Database) -> None:
-    database.execute("SELECT pg_drop_replication_slot(%s)", [f"s_{database.name}"])
+    slot = [f"s_{database.name}"]
+    free = "SELECT 1 FROM pg_replication_slots WHERE slot_name = %s AND NOT active"
+    wait_until(lambda: bool(database.query(free, slot)), 10, "the walsender has ended")
+    database.execute("SELECT pg_drop_replication_slot(%s)", slot)
     database.execute("DELETE FROM t WHERE id = 1")
     database.execute("INSERT INTO t VALUES (7, 'new')")
     database.execute("DELETE FROM pair WHERE a = 2")
