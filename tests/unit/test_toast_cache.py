@@ -12,13 +12,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from pgcdc.core.relation import Column, Relation
 from pgcdc.source.postgres.toast import cache as toast_cache
 from pgcdc.source.postgres.toast.cache import ToastCache
+from pgcdc.source.postgres.toast.identity_rules import TableFacts, TableRules
 
 TABLES = (11, 12)
 Op = tuple[str, int, bytes, bytes]
@@ -365,3 +368,15 @@ def test_a_half_written_record_is_not_there(folder: Path) -> None:
     cache = ToastCache(folder, limit=10, resume_lsn=10, instance="i")
     assert contents(cache)[11, b"1"] == b"v" * 50
     cache.close()
+
+
+def test_main_values_are_kept_only_of_rows_longer_than_a_page() -> None:
+    columns = tuple(Column(name, 25, -1, name == "id") for name in ("id", "body", "price"))
+    facts = TableFacts(
+        "", {"id": (8, False, False, False), "body": (-1, True, True, True), "price": (-1, True, False, False)}
+    )
+    rules = TableRules.make(Relation(1, "public", "t", "d", columns), facts, block_bytes=8192, is_utf8=True)
+    lengths = np.array([[1, 7, 7], [1, 3000, 7], [1, 0, 7], [1, 9000, 7]])  # the third one's body is unchanged
+    has_marks = np.array([False, False, True, False])
+    kept = rules.worth_keeping(lengths, rules.is_long(lengths) | has_marks)
+    assert kept.tolist() == [[False] * 3, [False, True, False], [False] * 3, [False, True, True]]

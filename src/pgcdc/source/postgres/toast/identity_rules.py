@@ -34,7 +34,7 @@ family AS (
 _COLUMNS = (
     _FAMILY
     + """
-SELECT f.root::bigint, a.attname::text, max(a.attlen), bool_or(a.attstorage <> 'p'),
+SELECT f.root::bigint, a.attname::text, max(a.attlen), bool_or(a.attstorage <> 'p'), bool_or(a.attstorage IN ('e', 'x')),
        bool_and(b.typcategory = 'S' OR b.typname IN ('bytea', 'json', 'xml')),
        min((SELECT o.option_value::int FROM pg_options_to_table(c.reloptions) o WHERE o.option_name = 'toast_tuple_target'))
 FROM family f
@@ -125,8 +125,8 @@ class TableFacts:
     """The catalog's current facts about one table (with its partitions)."""
 
     stamp: str
-    columns: Mapping[str, tuple[int, bool, bool]] = field(default_factory=dict)
-    """attlen, whether it is TOASTable, whether the text is as long as the binary form."""
+    columns: Mapping[str, tuple[int, bool, bool, bool]] = field(default_factory=dict)
+    """attlen, whether it is TOASTable, whether before MAIN columns are, whether the text is as long as the binary form."""
     tuple_target: int | None = None
 
 
@@ -155,10 +155,10 @@ class ToastCatalog:
             return {}, 0
         namespace = _NAMESPACE if sql.info.server_version >= 150000 else ""
         stamps = sql.execute(_STAMPS.replace("{namespace}", namespace).encode(), asked).fetchall()
-        columns: dict[int, dict[str, tuple[int, bool, bool]]] = {}
+        columns: dict[int, dict[str, tuple[int, bool, bool, bool]]] = {}
         targets: dict[int, int] = {}
-        for oid, name, length, toastable, as_text, target in sql.execute(_COLUMNS.encode(), asked).fetchall():
-            columns.setdefault(oid, {})[name] = (length, toastable, as_text)
+        for oid, name, length, toastable, first, as_text, target in sql.execute(_COLUMNS.encode(), asked).fetchall():
+            columns.setdefault(oid, {})[name] = (length, toastable, first, as_text)
             if target is not None:
                 targets[oid] = min(target, targets.get(oid, target))
         facts = {
@@ -178,13 +178,15 @@ class TableRules:
     factors: npt.NDArray[np.int64]
     constant: int
     toastable: npt.NDArray[np.bool_]
+    main: npt.NDArray[np.bool_]  # TOASTable only in a row that does not fit into a page
     row_bytes: int  # Values of shorter rows stay in place
+    page_bytes: int
 
     @classmethod
     def make(cls, relation: Relation, facts: TableFacts, *, block_bytes: int, is_utf8: bool) -> TableRules:
-        unknown = (-1, True, False)
+        unknown = (-1, True, True, False)
         known = [facts.columns.get(column.name, unknown) for column in relation.columns]
-        lengths, toastable, as_text = np.array(known, np.int64).reshape(-1, 3).T
+        lengths, toastable, first, as_text = np.array(known, np.int64).reshape(-1, 4).T
         is_open = lengths == -1
         text = 1 if is_utf8 else 2  # some encodings need more bytes than UTF-8
         sizes = np.where(is_open, VARLENA_BYTES, np.maximum(lengths, 8) + 8)
@@ -195,7 +197,9 @@ class TableRules:
             np.where(is_open, np.where(as_text, text, LONGER_IN_BINARY), 0),
             24 + len(known) // 8 + 8 + int(sizes.sum()),
             is_open & (toastable != 0),
+            first == 0,
             min(quarter, facts.tuple_target or quarter),
+            block_bytes - 64,
         )
 
     def is_long(self, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
@@ -205,8 +209,9 @@ class TableRules:
 
     def worth_keeping(self, lengths: npt.NDArray[np.int64], is_long: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
         """Which values of these rows may be out of line."""
+        fits = lengths @ self.factors + self.constant <= self.page_bytes
         found: npt.NDArray[np.bool_] = self.toastable & (lengths * self.factors + 4 > POINTER_BYTES) & is_long[:, None]
-        return found
+        return found & ~(self.main & fits[:, None])
 
 
 def shape_of(relation: Relation) -> str:
