@@ -421,6 +421,16 @@ def test_redelivery_is_tried_again_and_the_ack_stays() -> None:
     assert setup.delivery.attempts.failing is None  # else the adapter would be taken for a slow one
 
 
+def test_target_that_is_an_older_copy_after_a_lost_redelivery_is_not_touched() -> None:
+    setup = Setup(Replayable(None, down()), max_retries=1)
+    setup.sink.keeps_position = True  # type: ignore[misc]
+    setup.delivery.write(batch(3))
+    setup.sink.open = lambda context: START  # type: ignore[method-assign]
+    with pytest.raises(SinkError, match="an older state of the target was restored"):
+        setup.delivery.redeliver(batch(3))
+    assert isinstance(setup.sink, Replayable) and not setup.sink.again
+
+
 class OneByOne(ScriptedSink):
     """Delivers the first event of a batch, and fails while the script says so."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psycopg
@@ -13,7 +14,9 @@ from pgcdc import Pipeline, adapters, sources
 from pgcdc.config.documents import show_yaml
 from pgcdc.config.layers import load, load_config
 from pgcdc.core.errors import ConfigError, SinkError, SinkUnavailable
+from pgcdc.core.position import Position
 from pgcdc.sink.pg_table.options import PgTableOptions
+from pgcdc.sink.pg_table.sink import PgTableSink
 from pgcdc.sink.pg_table.target import Blame, blame, explain, kind_of
 
 SOURCE = "postgresql://app@source/shop"
@@ -144,3 +147,30 @@ def test_whose_fault_an_error_is(kind: type[psycopg.Error], expected: Blame) -> 
 def test_kinds_have_the_names_of_the_manual() -> None:
     assert kind_of(errors.NotNullViolation("x")) == "not_null_violation"
     assert kind_of(psycopg.OperationalError("x")) == "connection_lost"
+
+
+# --- sessions
+
+
+@pytest.mark.parametrize("found", [Position.end(100), None], ids=["older", "no_row"])
+def test_lost_session_does_not_go_on_at_a_target_behind_what_was_written(
+    monkeypatch: pytest.MonkeyPatch, found: Position | None
+) -> None:
+    sink: Any = PgTableSink(PgTableOptions(db=TARGET, table="t"))
+    sink.name, sink._written, sink._conn = "a", Position.end(500), SimpleNamespace(closed=True)
+    sink._positions = SimpleNamespace(title="pgcdc_positions")
+    sink._context = SimpleNamespace(progress=SimpleNamespace(written=Position.end(500)))
+    opened = SimpleNamespace(closed=False, close=lambda: None)
+
+    def reopen(context: Any) -> Position | None:
+        sink._conn, sink._written = opened, found
+        return found
+
+    monkeypatch.setattr(sink, "open", reopen)
+    past: Any = SimpleNamespace(end=Position.end(600))
+    for _ in range(2):
+        for call in (sink.write, sink.redeliver):
+            with pytest.raises(SinkUnavailable, match=r"is at|has no row"):
+                call(past)
+    found = Position.end(500)
+    assert sink._session() is opened

@@ -149,7 +149,8 @@ class Runner:
                     "Deliver them to the adapter's own target",
                 )
             if len(part):
-                left_out.update(self.sink.redeliver(self._as_taken(part)))
+                with self._using_sink():
+                    left_out.update(self.sink.redeliver(self._as_taken(part)))
 
         with self.attempts.taken():
             self.attempts.pass_breaker()
@@ -233,6 +234,15 @@ class Runner:
         if not self._is_open:
             self._open()
 
+    @contextmanager
+    def _using_sink(self) -> Iterator[None]:
+        """A target that keeps the position may be an older copy when it is back: `_open` judges where it stands."""
+        try:
+            yield
+        except BaseException as error:
+            self._is_open = not (self.sink.keeps_position and policy_of(error) is Policy.RETRY)
+            raise
+
     def _acknowledge(self, end: Position, written: Position | None = None) -> None:
         """Save the ack: what the sink made durable counts from then on."""
         hit("sink.before_ack")
@@ -254,9 +264,9 @@ class Runner:
         began = self.attempts.clock.now()
         self._now = part
         try:
-            self.sink.write(self._as_taken(rest))
+            with self._using_sink():
+                self.sink.write(self._as_taken(rest))
         except BaseException as error:
-            self._is_open = not (self.sink.keeps_position and policy_of(error) is Policy.RETRY)
             self.progress.next_detail = None
             if isinstance(error, SinkError):
                 with contextlib.suppress(PgcdcError):  # the error that is on its way says more

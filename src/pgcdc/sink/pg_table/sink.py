@@ -213,9 +213,13 @@ class PgTableSink(Sink):
 
     def _session(self) -> Connection:
         if self._conn is None or self._conn.closed:
-            is_new = self.open(self._context) is None
-            if is_new and self._context.progress.written is not None:  # what that means is for the runner to say
-                raise SinkUnavailable(f"{self._positions.title} at the target has no row", "It is looked at again")
+            found, written = self.open(self._context), self._context.progress.written
+            if written is not None and (
+                found is None or found < written
+            ):  # the runner opens again, and says what it means
+                self.close()
+                where = f"is at {found}, not {written}" if found is not None else "has no row"
+                raise SinkUnavailable(f"{self._positions.title} at the target {where}", "It is looked at again")
         assert self._conn is not None
         return self._conn
 
