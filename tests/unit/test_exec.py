@@ -120,6 +120,22 @@ def test_environment_has_no_secret_of_ours(monkeypatch: pytest.MonkeyPatch) -> N
     assert clean_environment({"A": "1", "PGCDC_DB": "no url: ://"}) == {"A": "1"}
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        "Bearer hunter2hunter",
+        "host=x token=hunter2hunter",
+        "-u app:hunter2hunter",
+        "redis://:hunter2hunter@h/0",
+        "a,hunter2hunter;b",
+    ],
+)
+def test_environment_has_no_short_secret_as_a_word(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(secrets, "_known", {"hunter2hunter", "home"})
+    plain = {"WORDS": "/my-hunter2hunters/x", "LANGUAGE": "home; sweet home"}
+    assert clean_environment({"AUTH": value, **plain}) == plain
+
+
 def test_environment_has_no_secret_of_other_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(secrets, "_known", set())
     variables = {

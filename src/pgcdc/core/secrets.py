@@ -95,7 +95,7 @@ def describe_value(key: str, value: Any) -> str:
 # --- this process's secrets: adapters' commands must not find them in their environment
 
 UNLIKELY_CHARS = 16  # A secret this long is in no other text by chance
-PART_CHARS = 8  # A shorter text is part of a secret by chance
+PART_CHARS = 8  # A shorter text is part of another by chance
 _OF_LIBPQ = ("PGPASSWORD", "PGSSLPASSWORD")
 _known: set[str] = set()  # One set for the whole process, as there is one environment
 
@@ -117,11 +117,13 @@ def clean_environment(environ: Mapping[str, str], keep: Collection[str] = ()) ->
 
 def _holds(value: str, secret: str) -> bool:
     """Whether a variable is the secret, contains it (a URL, DSN or header), or is part of it (`${FIRST}${SECOND}`). A short
-    secret is part of many words: it counts only in password positions."""
+    secret is part of many words: it counts only as a whole one, and a very short one only in password positions."""
     forms = {secret, quote(secret, safe="")}
-    return (
-        value == secret
-        or any(f":{form}@" in value or f"password={form}" in value for form in forms)
-        or (len(secret) >= UNLIKELY_CHARS and any(form in value for form in forms))
-        or (len(value) >= PART_CHARS and "://" not in secret and value in secret)
-    )
+    if value == secret or any(f":{form}@" in value or f"password={form}" in value for form in forms):
+        return True
+    if len(value) >= PART_CHARS and "://" not in secret and value in secret:
+        return True
+    if len(secret) >= UNLIKELY_CHARS:
+        return any(form in value for form in forms)
+    either = "|".join(map(re.escape, forms))
+    return len(secret) >= PART_CHARS and bool(re.search(rf"(?:^|[:=\s\"',;&])(?:{either})(?:$|[@\s\"',;&])", value))
