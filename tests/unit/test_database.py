@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
+from types import SimpleNamespace
+from typing import Any
 from urllib.parse import quote
 
 import psycopg
@@ -23,7 +26,8 @@ from pgcdc.postgres.database import (
     redact,
     split_table,
 )
-from pgcdc.source.postgres.setup.slots import check_wal
+from pgcdc.source.postgres.setup import slots
+from pgcdc.source.postgres.setup.slots import check_wal, create_slot
 
 names = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1)
 
@@ -217,3 +221,54 @@ def unused_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+# --- creating a slot
+
+
+class Walsender:
+    """Its creation of a slot waits until it is cancelled, and then fails, or was done already."""
+
+    def __init__(self, *, is_made: bool) -> None:
+        self.info = SimpleNamespace(server_version=170000, backend_pid=42)
+        self.calls: list[str] = []
+        self._is_made, self._cancelled = is_made, threading.Event()
+
+    def execute(self, command: bytes) -> Any:
+        self.calls.append(command.decode().split()[0])
+        if command.startswith(b"CREATE"):
+            assert self._cancelled.wait(5.0)
+            if not self._is_made:
+                raise psycopg.errors.QueryCanceled("canceling statement due to user request")
+        return SimpleNamespace(fetchone=lambda: ("s", "0/16B3748", None, "pgoutput"))
+
+    def cancel_safe(self, *, timeout: float) -> None:
+        self.calls.append("cancel")
+        self._cancelled.set()
+
+    def close(self) -> None:
+        self.calls.append("close")
+        self._cancelled.set()
+
+
+@pytest.mark.parametrize("is_made", [True, False])
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [(psycopg.errors.AdminShutdown("terminating"), ConnectionLost), (KeyboardInterrupt(), KeyboardInterrupt)],
+    ids=["monitor_lost", "interrupt"],
+)
+def test_whatever_ends_the_wait_for_a_slot_leaves_none_behind(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, expected: type[BaseException], is_made: bool
+) -> None:
+    monkeypatch.setattr(slots, "_REPORT_EVERY_S", 0.01)
+    walsender: Any = Walsender(is_made=is_made)
+
+    def fail(*_: object) -> None:
+        threading.Timer(1.0, walsender._cancelled.set).start()  # the transaction ends some time
+        raise error
+
+    monitor: Any = SimpleNamespace(execute=fail)
+    with pytest.raises(expected):
+        create_slot(walsender, "s", monitor=monitor)
+    drop = ["DROP_REPLICATION_SLOT"] if is_made else []
+    assert walsender.calls == ["CREATE_REPLICATION_SLOT", "cancel", *drop, "close"]

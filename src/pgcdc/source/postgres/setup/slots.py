@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,7 +166,7 @@ def create_slot(
 
     `exported` gets the name of a snapshot of that very moment, valid until `replication` is used again. `replication` is a
     walsender (it owns the slot if `temporary`), `monitor` an ordinary connection: through it, `say` gets every two seconds
-    the transactions that the server waits for. If `say` raises, the creation is cancelled and `replication` closed.
+    the transactions that the server waits for. If either raises, the creation is cancelled and `replication` closed.
     """
     check_slot_name(name)
     is_new = replication.info.server_version >= NEW_SYNTAX_SINCE
@@ -179,20 +179,19 @@ def create_slot(
     with ThreadPoolExecutor(1) as pool:
         creation = pool.submit(lambda: replication.execute(command.encode()).fetchone())
         try:
-            row = None
-            while row is None:
-                try:
-                    row = creation.result(_REPORT_EVERY_S)
-                except TimeoutError:
-                    if monitor is not None:
-                        pids = [str(pid) for (pid,) in monitor.execute(_OPEN, {"pid": replication.info.backend_pid})]
-                        waits = "creating the slot waits for open transactions of server processes"
-                        say(f"{waits} {', '.join(pids) or 'unknown'}")
-        except psycopg.Error as error:
-            raise _explain_creation(error, name) from None
-        except BaseException:
+            while not wait([creation], _REPORT_EVERY_S).done:
+                if monitor is not None:
+                    pids = [str(pid) for (pid,) in monitor.execute(_OPEN, {"pid": replication.info.backend_pid})]
+                    waits = "creating the slot waits for open transactions of server processes"
+                    say(f"{waits} {', '.join(pids) or 'unknown'}")
+        except BaseException:  # also the monitor's: nobody would know for whom it waits
             _give_up(replication, creation, name)
             raise
+        try:
+            row = creation.result()
+        except psycopg.Error as error:
+            raise _explain_creation(error, name) from None
+    assert row is not None
     if exported is not None:
         exported.append(row[2])
     return parse_lsn(row[1])
