@@ -24,7 +24,7 @@ from pgcdc.source.postgres.snapshot.chunks import Chunk
 from pgcdc.source.postgres.snapshot.driver import MAX_LOSSES, Snapshots
 from pgcdc.source.postgres.snapshot.held import Hold
 from pgcdc.source.postgres.snapshot.reader import Answer, Order, StageOrder
-from pgcdc.source.postgres.snapshot.releases import new_file, snapshot_rows, stage_rows
+from pgcdc.source.postgres.snapshot.releases import snapshot_rows, stage_rows
 from pgcdc.source.postgres.snapshot.requests import RequestQueue, SkipRule
 
 LSN = 0x800
@@ -108,7 +108,7 @@ class World:
         order = self.readers.orders.pop(0)
         values = [] if order.id.endswith("-1") else [f"{order.id}/{row}".encode() for row in range(2)]
         batches = [snapshot_rows(pa.array(values, pa.binary()), 1)] if values else []
-        staged = answer(order) if answer else stage_rows(self.state.snapshot / new_file(order.id), batches)
+        staged = answer(order) if answer else stage_rows(self.state.snapshot, batches, order.id)
         self.readers.answers.append((order, staged))
         return True
 
@@ -229,6 +229,21 @@ def test_a_table_that_cannot_be_read_in_the_new_snapshot_gets_one_that_is_younge
     world.unreadable = set()
     world.run()
     assert set(world.rows()) == of_table(KEYED, 3) | of_table(KEYLESS, 1)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped"])
+def test_staged_rows_that_were_damaged_before_a_restart_are_not_released(world: World, damage: str) -> None:
+    world.step()
+    world.step()
+    world.read()
+    (path,) = world.state.snapshot.glob("*.arrow")
+    data = bytearray(path.read_bytes())
+    data[data.index(b"-1-0/0")] = ord("+")
+    path.write_bytes(data if damage == "flipped" else data[: len(data) // 2])
+    world.restart()
+    with pytest.raises(StateError, match=r"missing or damaged.*pgcdc resync"):
+        world.run()
+    assert world.rows() == []
 
 
 def test_a_table_that_is_gone_ends_and_the_others_go_on(world: World) -> None:

@@ -18,7 +18,7 @@ from pgcdc.source.postgres.setup.tables import PublishedTable
 from pgcdc.source.postgres.snapshot.chunks import Chunk
 from pgcdc.source.postgres.snapshot.driver import Snapshots
 from pgcdc.source.postgres.snapshot.held import Hold
-from pgcdc.source.postgres.snapshot.releases import Releases, new_file, stage_rows
+from pgcdc.source.postgres.snapshot.releases import Releases, stage_rows
 from pgcdc.source.postgres.snapshot.requests import InitialPlan, PlannedTable, RequestQueue, SkipRule, requests_for_rest
 from pgcdc.spool.schema import CHANGES
 
@@ -68,7 +68,7 @@ def test_the_folder_and_the_log_of_releases_say_how_far_the_plan_is(tmp_path: Pa
     first = open_snapshots(state)
     (five,) = first.queue.initial.unfinished
     row = pa.RecordBatch.from_pylist([{"ordinal": 0, "sub": 0, "op": 1, "relation": 0, "old_kind": 0}], schema=CHANGES)
-    five.staged = {name: stage_rows(state.snapshot / new_file(name), [row]) for name in ("5-1-0", "5-1-1")}
+    five.staged = {name: stage_rows(state.snapshot, [row], name) for name in ("5-1-0", "5-1-1")}
     end = Position.end(0x800)
     for _ in range(2):  # its start, and one chunk
         release = first._release_first(five, end)

@@ -39,7 +39,7 @@ from pgcdc.source.postgres.snapshot.beside import BesideStream
 from pgcdc.source.postgres.snapshot.chunks import CHUNK_BYTES, plan_tables
 from pgcdc.source.postgres.snapshot.held import hold_for_long, is_held, let_go
 from pgcdc.source.postgres.snapshot.reader import Answer, Readers, StageOrder
-from pgcdc.source.postgres.snapshot.releases import Release, Releases, Staged, chunk_of, find_staged, snapshot_mark
+from pgcdc.source.postgres.snapshot.releases import Release, Releases, Staged, find_staged, snapshot_mark
 from pgcdc.source.postgres.snapshot.requests import PlannedTable, RequestQueue, SkipRule
 
 logger = logging.getLogger("pgcdc.capture")
@@ -83,9 +83,9 @@ class Snapshots:
         if not plan.is_active:
             self._clean_up()
             return
-        files = {chunk_of(path): path for path in self._folder.glob("*.arrow")}
+        found = find_staged(self._folder)
         for table in plan.unfinished:
-            table.staged = {name: find_staged(files[name]) for name in table.chunks or () if name in files}
+            table.staged = {name: found[name] for name in table.chunks or () if name in found}
         self.releases.remove_unknown({one.file for table in plan.unfinished for one in table.staged.values()})
 
     # --- what the stream asks

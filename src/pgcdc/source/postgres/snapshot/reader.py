@@ -41,7 +41,7 @@ from pgcdc.source.postgres.snapshot.asking import check_table, find_table
 from pgcdc.source.postgres.snapshot.chunks import Chunk, key_conditions, literals, lock_chunks
 from pgcdc.source.postgres.snapshot.copy import copy_rows, copy_statement
 from pgcdc.source.postgres.snapshot.held import import_snapshot
-from pgcdc.source.postgres.snapshot.releases import Staged, new_file, snapshot_rows, stage_rows
+from pgcdc.source.postgres.snapshot.releases import Staged, snapshot_rows, stage_rows
 
 CHUNK_BYTES = 8 << 20
 FLUSH_POLL_S = 0.02
@@ -176,7 +176,7 @@ class Reader:
         lock_chunks(conn, [order.chunk])
         hit("reader.reading")
         batches = (snapshot_rows(values, len(columns)) for values in copy_rows(conn, statement, len(columns)))
-        staged = stage_rows(order.folder / new_file(order.id), batches, time_us)
+        staged = stage_rows(order.folder, batches, order.id, time_us)
         conn.execute("COMMIT")
         return staged
 

@@ -5,12 +5,13 @@ since. So a chunk's file of rows is durable before it is released, and so is the
 refilled from both, each in its place.
 
 A file of rows has the schema CHANGES in any number of record batches, as `stage_rows` writes it. Its `ordinal` and
-`relation` are set on release.
+`relation` are set on release. Its name has its chunk, rows, size and checksum: damage done before the release is found, too.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import time
 from collections.abc import Collection, Iterable, Iterator
@@ -64,28 +65,23 @@ class Release:
 _RELEASE = TypeAdapter(Release)
 
 
-def new_file(chunk: str = "rows") -> str:
-    """A unique name for a file of rows; `chunk_of` finds the chunk in it."""
-    return f"{chunk}.{secrets.token_hex(8)}.arrow"
+_STAGED_NAME = re.compile(r"([\w-]+)\.(\d+)-(\d+)-(\d+)-(\d+)\.\w+\.arrow")
 
 
-def chunk_of(path: Path) -> str:
-    """Which chunk was staged in a file."""
-    return path.name.partition(".")[0]
+def find_staged(folder: Path) -> dict[str, Staged]:
+    """`stage_rows`'s results after a crash, by chunk: all of them stand in the names, and no file is read."""
+    found = {}
+    for path in folder.glob("*.arrow"):
+        if match := _STAGED_NAME.fullmatch(path.name):
+            rows, size, crc, time_us = map(int, match.groups()[1:])
+            found[match[1]] = Staged(path.name, rows, (size, crc), time_us)
+    return found
 
 
-def find_staged(path: Path) -> Staged:
-    """`stage_rows`'s result for this file, after a crash."""
-    with pa.memory_map(str(path)) as source:
-        file = pa.ipc.open_file(source)
-        rows = sum(file.get_batch(number).num_rows for number in range(file.num_record_batches))
-    return Staged(path.name, rows, checksum_file(path), path.stat().st_mtime_ns // 1000)
-
-
-def stage_rows(path: Path, batches: Iterable[pa.RecordBatch], time_us: int = 0) -> Staged:
-    """Write rows of a chunk, durably: `path` exists only when complete. Without a time they were read now."""
-    rows = 0
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+def stage_rows(folder: Path, batches: Iterable[pa.RecordBatch], chunk: str = "rows", time_us: int = 0) -> Staged:
+    """Write rows of a chunk, durably: the file has its name only when complete. Without a time they were read now."""
+    rows, token, time_us = 0, secrets.token_hex(8), time_us or time.time_ns() // 1000
+    partial = folder / f"{chunk}.{token}.arrow.partial"
     try:
         with open(partial, "wb") as file:
             with pa.ipc.new_file(file, CHANGES) as writer:
@@ -94,15 +90,16 @@ def stage_rows(path: Path, batches: Iterable[pa.RecordBatch], time_us: int = 0) 
                     rows += batch.num_rows
             file.flush()
             os.fsync(file.fileno())
-        written = checksum_file(partial)
-        os.replace(partial, path)
-        fsync_folder(path.parent)
+        size, crc = checksum_file(partial)
+        name = f"{chunk}.{rows}-{size}-{crc}-{time_us}.{token}.arrow"
+        os.replace(partial, folder / name)
+        fsync_folder(folder)
     except OSError as error:
         advice = "Make room on the disk of the state directory and start again: nothing is lost"
-        raise SpoolError(f"{path} cannot be written: {error.strerror}", advice) from error
+        raise SpoolError(f"{partial} cannot be written: {error.strerror}", advice) from error
     finally:
         partial.unlink(missing_ok=True)
-    return Staged(path.name, rows, written, time_us or time.time_ns() // 1000)
+    return Staged(name, rows, (size, crc), time_us)
 
 
 class Releases:
@@ -138,7 +135,7 @@ class Releases:
 
     def stage(self, batches: Iterable[pa.RecordBatch], time_us: int = 0) -> Staged:
         """Rows in a new file, to be released."""
-        return stage_rows(self.folder / new_file(), batches, time_us)
+        return stage_rows(self.folder, batches, time_us=time_us)
 
     @staticmethod
     def has_place(after: Position) -> bool:
