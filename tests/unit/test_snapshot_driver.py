@@ -65,6 +65,7 @@ class World:
         monkeypatch.setattr(driver, "is_held", lambda _, hold: hold.number in self.held)
         monkeypatch.setattr(driver, "hold_for_long", self._hold)
         monkeypatch.setattr(driver, "plan_tables", self._plan)
+        monkeypatch.setattr(driver, "published_oids", lambda *_: self.tables)
         monkeypatch.setattr(driver, "HELD_INTERVAL_S", 0.0)
         monkeypatch.setattr(driver, "LOCKED_S", 0.0)
         monkeypatch.setattr(driver, "reconnect_delay_s", lambda _: 0.0)
@@ -252,6 +253,17 @@ def test_a_table_that_is_gone_ends_and_the_others_go_on(world: World) -> None:
     world.run()
     tables = (world.snapshots.status(0) or {})["tables"]
     assert {one["table"]: one["status"] for one in tables} == {"t5": "gone", "t6": "complete"}
+
+
+def test_a_table_that_is_gone_when_its_snapshot_is_lost_halfway_leaves_no_request(world: World) -> None:
+    world.run(until=2)
+    assert world.rows()
+    world.readers.close()
+    world.tables, world.held = {KEYLESS}, set()
+    world.run()
+    tables = (world.snapshots.status(0) or {})["tables"]
+    assert {one["table"]: one["status"] for one in tables} == {"t5": "gone", "t6": "complete"}
+    assert world.snapshots.queue.entries() == []
 
 
 def test_a_snapshot_that_is_lost_again_and_again_is_an_error(world: World) -> None:

@@ -267,6 +267,11 @@ def plan_tables(
         ]
 
 
+def published_oids(url: str, publications: Sequence[str]) -> set[int]:
+    with connect(url, application_name="pgcdc snapshot reader") as conn:
+        return {one.relation.oid for one in read_published(conn, publications)}
+
+
 def _try_to_cut(conn: Connection, table: PublishedTable, then: PublishedTable | None) -> tuple[list[Chunk], int] | None:
     """The chunks and estimated rows; None if the table was changed since the snapshot."""
     if then is None or then.relation != table.relation or _is_rewritten(conn, table.relation.oid):

@@ -36,7 +36,7 @@ from pgcdc.postgres.lsn import format_lsn
 from pgcdc.source.postgres.options import PostgresOptions
 from pgcdc.source.postgres.snapshot.asking import change_queue, check_table, find_table, make_request
 from pgcdc.source.postgres.snapshot.beside import BesideStream
-from pgcdc.source.postgres.snapshot.chunks import CHUNK_BYTES, plan_tables
+from pgcdc.source.postgres.snapshot.chunks import CHUNK_BYTES, plan_tables, published_oids
 from pgcdc.source.postgres.snapshot.held import hold_for_long, is_held, let_go
 from pgcdc.source.postgres.snapshot.reader import Answer, Readers, StageOrder
 from pgcdc.source.postgres.snapshot.releases import Release, Releases, Staged, find_staged, snapshot_mark
@@ -227,9 +227,13 @@ class Snapshots:
         """Plan the unplanned, and read the rest of tables whose snapshot was lost in another way."""
         plan = self.queue.initial
         lost = [table for table in plan.unfinished if not table.is_whole and self._is_lost(table)]
-        for table in lost:
-            if table.rows:
+        partly = [table for table in lost if table.rows]
+        there = published_oids(self._options.db, self._publications) if partly else set()
+        for table in partly:
+            if table.oid in there:
                 self._move(table)
+            else:
+                self._end_gone(table)
         again = {table.oid: table for table in lost if not table.rows}
         try:
             if plan.tables is None:
@@ -251,6 +255,11 @@ class Snapshots:
         self.queue.move_rest(table)
         hit("driver.moved")
         logger.warning("the snapshot of table %s was lost: its rest is read by key", table.published.title)
+
+    def _end_gone(self, table: PlannedTable) -> None:
+        logger.warning("table %s is gone: nothing is left to be read of it", table.published.title)
+        table.ended = "gone"
+        self.queue.save()
 
     def _plan_again(self, tables: dict[int, PlannedTable]) -> None:
         names = ", ".join(sorted(table.published.title for table in tables.values()))
@@ -289,8 +298,7 @@ class Snapshots:
             plan.tables[table.oid] = table
         for oid, gone in (tables or {}).items():
             if plan.tables[oid] is gone:
-                logger.warning("table %s is gone: nothing is left to be read of it", gone.published.title)
-                gone.ended = "gone"
+                self._end_gone(gone)
         self._held.add(hold.number)
         self.queue.save()
         hit("driver.planned")
