@@ -26,7 +26,7 @@ from pgcdc.core.errors import ConfigError, Policy, SinkError, SinkRejected, Sink
 from pgcdc.core.position import Position
 from pgcdc.core.secrets import clean_environment
 from pgcdc.event.batch import Batch
-from pgcdc.sink.command import MARK, Command, end_all
+from pgcdc.sink.command import MARK, Command, end_all, find_marked, mark_leader
 from pgcdc.sink.contract import Progress
 from pgcdc.sink.exec import ExecSink
 from pgcdc.sink.runner import Runner
@@ -630,6 +630,8 @@ def test_command_of_a_run_that_was_killed_is_ended_by_the_next_one(
     other, left = (
         subprocess.Popen(words, start_new_session=True, env={**os.environ, MARK: one}) for one in ("another", owner)
     )
+    for one in (other, left):
+        mark_leader(one.pid)
     wait_for(lambda: psutil.Process(left.pid).children())
     (child,) = psutil.Process(left.pid).children()
     make("cat", timeout_s=2.0)
@@ -639,6 +641,32 @@ def test_command_of_a_run_that_was_killed_is_ended_by_the_next_one(
     assert other.poll() is None
     os.killpg(other.pid, signal.SIGKILL)
     other.wait(5)
+
+
+def test_daemon_of_a_command_is_left_alone(make: Make, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pids, owner = tmp_path / "pids", Progress(tmp_path, "exec").owner
+    sink = make(
+        f"setsid sh -c 'echo $$ > {quote(pids)}; exec sleep 60' > /dev/null 2>&1 & cat > /dev/null", ack="write"
+    )
+    sink.write(batch(START, FIRST))
+    wait_for(lambda: lines(pids))
+    daemon = psutil.Process(int(pids.read_text()))
+    try:
+        assert find_marked(owner) == [process_of(sink).pid]
+        sink.close()
+        assert daemon.environ()[MARK] == owner and find_marked(owner) == []
+    finally:
+        daemon.kill()
+
+
+def test_number_of_an_ended_command_is_kept_until_its_group_is_ended(make: Make, tmp_path: Path) -> None:
+    sink = make(python(LEAVES, str(tmp_path)), ack="write")
+    sink.write(batch(START, FIRST))
+    command = process_of(sink)
+    wait_for(lambda: command.has_ended)
+    assert psutil.Process(command.pid).status() == psutil.STATUS_ZOMBIE
+    sink.close()
+    assert command.has_ended and not psutil.pid_exists(command.pid)
 
 
 def test_no_descriptors_are_left_open(make: Make, tmp_path: Path) -> None:

@@ -60,6 +60,7 @@ class Command:
                 "Correct its command or argv; nothing is lost",
             ) from error
         self.pid, self._output = self._popen.pid, self._popen.stdout
+        mark_leader(self.pid)
         _alive[self.pid] = self
         for descriptor in (self._writer, *([self._output.fileno()] if self._output else [])):
             os.set_blocking(descriptor, False)
@@ -196,7 +197,10 @@ class Command:
 
     @property
     def has_ended(self) -> bool:
-        return self._popen.poll() is not None
+        """Does not reap it: until `finish` has ended its group, its number must not become another process's."""
+        with contextlib.suppress(ChildProcessError):  # `finish` has reaped it
+            return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        return True
 
     def wait(self, timeout_s: float) -> bool:
         deadline, pause_s = time.monotonic() + timeout_s, 0.0005
@@ -280,11 +284,23 @@ def _has_members(group: int) -> bool:
     return False
 
 
+def mark_leader(pid: int) -> None:
+    """Tell a command from what it starts, which inherits MARK: this flag is not inherited, and means nothing to ordinary
+    processes."""
+    with contextlib.suppress(
+        OSError, AttributeError
+    ):  # it has ended, or the system has no such flag: it is never found
+        policy = os.sched_getscheduler(pid) | os.SCHED_RESET_ON_FORK
+        os.sched_setscheduler(pid, policy, os.sched_getparam(pid))
+
+
 def find_marked(owner: str) -> list[int]:
-    """The process groups of commands started by an earlier run that was killed."""
-    found = set()
+    """Commands started by an earlier run that was killed, each the leader of its group. Daemons that a command left in
+    sessions of their own are not among them."""
+    found = []
     for pid in psutil.pids():
-        with contextlib.suppress(OSError, psutil.Error):
-            if psutil.Process(pid).environ().get(MARK) == owner:
-                found.add(os.getpgid(pid))
-    return sorted(found - {os.getpgrp()})
+        with contextlib.suppress(OSError, AttributeError, psutil.Error):
+            is_command = os.getpgid(pid) == pid and os.sched_getscheduler(pid) & os.SCHED_RESET_ON_FORK
+            if is_command and psutil.Process(pid).environ().get(MARK) == owner:
+                found.append(pid)
+    return found
