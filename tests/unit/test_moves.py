@@ -22,6 +22,7 @@ from pgcdc.core.relation import Column, Op, Relation
 from pgcdc.core.state import StateDir
 from pgcdc.event.batch import Batch
 from pgcdc.event.events import LINES
+from pgcdc.run import transfer
 from pgcdc.run.lane import Lane, LaneStopped
 from pgcdc.run.member import Adapter, NotAMember
 from pgcdc.run.query_watch import RECOVERED_S
@@ -29,6 +30,7 @@ from pgcdc.run.supervisor import Lanes
 from pgcdc.sink.contract import Progress
 from pgcdc.sink.spec import make_sink
 from pgcdc.spool.consumers import MAIN
+from pgcdc.spool.reader import SpoolReader
 from pgcdc.transform.specs import Chain
 
 ORDERS = Relation(1, "public", "orders", "d", (Column("id", 23, -1, True),))
@@ -172,6 +174,43 @@ def test_skipping_looks_at_an_adapter_that_left_later_and_is_further_behind(lane
     sink_of(lanes, "a").ack = at(1)
     moves.skip_ahead(8)
     assert [moves.membership[name].dropped for name in "ab"] == [9, 0]
+
+
+def test_looking_for_adapters_far_behind_reads_the_index_once(
+    lanes: Lanes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moves = lanes._moves
+    made: list[SpoolReader] = []
+
+    def make(folder: Path) -> SpoolReader:
+        made.append(SpoolReader(folder))
+        return made[-1]
+
+    monkeypatch.setattr(transfer, "SpoolReader", make)
+    write_spool(StateDir(tmp_path).spool, [[(ORDERS, Op.INSERT, [b"1"], None)]] * 10)
+    moves.skip_ahead(10)
+    assert not made  # nobody is in a lane of its own
+    moves.leave(moves.members["b"], at(0), None)
+    for number in range(5):
+        sink_of(lanes, "b").ack = at(number)
+        moves.skip_ahead(10)
+    assert len(made) == 1 and len(made[0].records) == 6
+
+
+def test_closing_waits_for_what_was_asked(lanes: Lanes) -> None:
+    closing = threading.Thread(target=lanes.close)
+
+    def add() -> None:
+        closing.start()
+        closing.join(0.1)
+        assert closing.is_alive()
+        lanes.add_adapter(Adapter("c", HeldSink("c", at(0))))
+
+    lanes.ask(add)
+    closing.join(10)
+    assert not closing.is_alive() and lanes._moves.members["c"]._is_closed
+    with pytest.raises(PgcdcError, match="has stopped"):
+        lanes.ask(lambda: None)
 
 
 class MovesMeanwhile:

@@ -313,7 +313,8 @@ class Lanes:
 
     def close(self, *, end_queries: bool = False) -> None:
         """Close the sinks and release callers of `ask`. A Spark session that stays must not keep the queries."""
-        self._is_closed.set()
+        with self._looking:  # an adapter that is being added is closed, too
+            self._is_closed.set()
         for lane in (*self._moves.lanes.values(), *self._moves.left_over) if end_queries else ():
             lane.is_stopping = True
             if lane.query is not None:

@@ -45,6 +45,7 @@ class Moves:
         self.left_over: list[Lane] = []  # To be stopped and forgotten
         self.membership = Membership(Roster.from_json(read_json(state.lanes_file)), self)
         self._removed: dict[str, Member] = {}  # Adapters that were writing when they were removed
+        self._spool: SpoolReader | None = None  # Of `skip_ahead`, while an adapter is in its own lane
         self._lock = threading.RLock()
 
     # --- what is durable: `lanes.json` and the consumers of the capture
@@ -195,9 +196,16 @@ class Moves:
     def skip_ahead(self, limit: int) -> None:
         """Fast mode: an adapter more than `limit` events behind in its own lane continues with the newest commit."""
         found = [(lane, one) for lane, one in self.side_lanes if one.adapter.priority != "critical" and one.is_open]
-        spool = SpoolReader(self._state.spool)
-        if found:
-            spool.refresh()
+        if not found:
+            self._spool = None
+            return
+        first, spool = min(one.reached for _, one in found), self._spool
+        if (
+            spool is None or first < spool.base
+        ):  # one that left main since may be further behind than the reader remembers
+            spool = self._spool = SpoolReader(self._state.spool)
+        spool.refresh()
+        spool.forget(first)
         for lane, member in found:
             if sum(record.rows for record in spool.after(member.reached)) <= limit:
                 continue
