@@ -164,6 +164,8 @@ class WebhookSink(GroupSink):
         verdict = await self._client.post(*self.make_request(group))
         counters.add(WEBHOOK_REQUESTS, adapter=self.context.name, answer=verdict.kind)
         hit("webhook.after_answer")
+        if verdict.error is None:
+            return
         title = f"adapter {self.context.name}: {redact_url(self._url)}"
         if verdict.error is SinkUnavailable:
             raise SinkUnavailable(
@@ -179,8 +181,7 @@ class WebhookSink(GroupSink):
                 kind=verdict.kind,
                 text=verdict.text,
             )
-        if verdict.error is not None:
-            raise SinkError(f"{title}: {verdict.text}", verdict.advice)
+        raise SinkError(f"{title}: {verdict.text}", verdict.advice)
 
     def make_request(self, group: Sequence[Record]) -> tuple[bytes, dict[str, str]]:
         first, options = group[0], self._options
