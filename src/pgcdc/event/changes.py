@@ -3,7 +3,7 @@ only the rendered event."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pgcdc.core.errors import SinkError
+from pgcdc.core.errors import ConfigError, PgcdcError, SinkError
 from pgcdc.core.position import Position
 from pgcdc.core.relation import OldKind, Op, Relation, ShapeHistory
 from pgcdc.event.batch import Batch, TableChanges, split_forms
@@ -81,6 +81,21 @@ def parts_of(batch: Batch, max_events: int, max_bytes: int) -> Iterator[Batch]:
         begin += len(part)
         if begin >= len(batch):
             return
+
+
+def check_keys(adapter: str, relations: Callable[[], Iterable[Relation]], id_column: str) -> None:
+    """Find tables whose rows have no key before their rows are read: ConfigError."""
+    try:
+        found = list(relations())
+    except PgcdcError:  # who needs the source says so
+        return
+    for one in found:
+        if not id_column and one.replica_identity == "f":
+            continue  # the catalog says the key later
+        try:
+            key_columns(one, None, id_column)
+        except SinkError as error:
+            raise ConfigError(f"adapter {adapter}: {error.message}", error.advice) from None
 
 
 def key_columns(relation: Relation, details: Mapping[str, Any] | None, id_column: str) -> Sequence[str]:

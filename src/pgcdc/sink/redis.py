@@ -17,13 +17,13 @@ from urllib.parse import parse_qsl, urlsplit
 
 import orjson
 
-from pgcdc.core.errors import ConfigError, PgcdcError, Reject, SinkError, SinkRejected, SinkUnavailable
+from pgcdc.core.errors import ConfigError, Reject, SinkError, SinkRejected, SinkUnavailable
 from pgcdc.core.failpoint import hit
 from pgcdc.core.position import Position
 from pgcdc.core.relation import Op
 from pgcdc.core.settings import setting
 from pgcdc.event.batch import Batch
-from pgcdc.event.changes import key_columns, keyed_changes, parts_of
+from pgcdc.event.changes import check_keys, keyed_changes, parts_of
 from pgcdc.event.forms import Form
 from pgcdc.sink.contract import Sink, SinkContext, explained
 from pgcdc.sink.spec import SourceView, UrlOptions
@@ -86,18 +86,7 @@ class RedisOptions(UrlOptions):
         return dict(parse_qsl(parts.query)).get("db") or in_path or "0"
 
     def check_source(self, adapter: str, source: SourceView) -> None:
-        """Find tables whose rows have no key before their rows are read."""
-        try:
-            relations = source.relations()
-        except PgcdcError:  # who needs the source says so
-            return
-        for one in relations:
-            if not self.id_column and one.replica_identity == "f":
-                continue  # the catalog says the key later
-            try:
-                key_columns(one, None, self.id_column)
-            except SinkError as error:
-                raise ConfigError(f"adapter {adapter}: {error.message}", error.advice) from None
+        check_keys(adapter, source.relations, self.id_column)
 
     def check(self) -> None:
         super().check()
