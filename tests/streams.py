@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import psycopg
 from databases import drop_database
+from listening import wait_until
 from psycopg import sql
 
 import pgcdc
@@ -146,7 +147,12 @@ class Stream:
         return int(self.query(query)[0][0])
 
     def wal_end(self) -> int:
-        return int(self.query("SELECT pg_current_wal_flush_lsn() - '0/0'::pg_lsn")[0][0])
+        written = "SELECT pg_current_wal_insert_lsn() - '0/0'::pg_lsn"
+        flushed = "SELECT pg_current_wal_flush_lsn() - '0/0'::pg_lsn"
+        # A message outside of transactions is flushed a little later. 40 bytes: a page's header, which may come next.
+        end = int(self.query(written)[0][0]) - 40
+        wait_until(lambda: int(self.query(flushed)[0][0]) >= end, 10, "the server's log is flushed")
+        return int(self.query(flushed)[0][0])
 
     def open(self, slot: str, **options: Any) -> Capture:
         return pgcdc.open_capture(self.url, slot=slot, publication="p", **options)
