@@ -148,7 +148,8 @@ class Listener:
 
     def ack(self) -> Position | None:
         path = self.state.acks / f"{self.adapter}.json"
-        return Position.parse(json.loads(path.read_text())["position"]) if path.exists() else None
+        text = json.loads(path.read_text())["position"] if path.exists() else None
+        return Position.parse(text) if text else None
 
     def delivered_lsn(self) -> int:
         ack = self.ack()
