@@ -1,4 +1,4 @@
-"""Builds what is optionally compiled (decoder, JSON renderer, hashes, COPY splitter), and the types of `pgcdc.adapters`.
+"""Builds what is optionally compiled (decoder, JSON renderer, COPY splitter), and the types of `pgcdc.adapters`.
 All else is in pyproject.toml.
 
 Without Cython or without a compiler the package is complete: each compiled module has one
