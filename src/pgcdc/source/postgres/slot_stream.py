@@ -24,6 +24,7 @@ from pgcdc.source.postgres.setup.fingerprint import SlotDetails
 from pgcdc.source.postgres.setup.guard import Clock, Guard, ShapeObserver, lost_on_error
 from pgcdc.source.postgres.snapshot.asking import Signals, note_tables
 from pgcdc.source.postgres.snapshot.driver import Snapshots
+from pgcdc.source.postgres.snapshot.marks import Marks
 from pgcdc.source.postgres.snapshot.window import leave_out
 from pgcdc.source.postgres.toast.resolver import ToastStep
 from pgcdc.source.postgres.wire.replication import SlotBusy
@@ -56,6 +57,7 @@ class PostgresStream:
         self._selector = selectors.DefaultSelector()
         self._snapshots = Snapshots(options, publications, state, consumers.base, f"{self._name} chunks")
         self._releases, self._beside = self._snapshots.releases, self._snapshots.beside
+        self._marks = Marks(self._releases)
         self._to_replay = deque(self._releases.after(spool.end))
         self._signals = Signals(self._snapshots.queue, options.signal_table)
         self._selector.register(self._snapshots.readers.fileno(), selectors.EVENT_READ)
@@ -251,13 +253,16 @@ class PostgresStream:
             self._check_due = now + CHECK_INTERVAL_S
         is_idle = self._pieces is None and self._unspooled is None and not self._to_replay
         can_work = self._capture.is_connected or (self._snapshots.is_first and self._sql is not None)
-        release = self._snapshots.step(self._end, may_work=can_work and is_idle and may_work)
+        is_due = can_work and is_idle and may_work
+        release = self._snapshots.step(self._end, may_work=is_due)
+        if release is None and not self._snapshots.is_first:
+            release = self._marks.step(self._end, may_work=is_due)
         if release is not None:
             self._to_replay.append(release)
             self.is_drained = False
         # Somebody waits for it, or it was put behind an idle position: do not wait for the next report of progress.
         replayed = self._to_replay[-1].commit if self._to_replay else 0
-        self._aim_at(max(self._beside.target_lsn, needed, replayed))
+        self._aim_at(max(self._beside.target_lsn, self._marks.target_lsn, needed, replayed))
         rest_s = TARGET_POLL_S if self._is_behind_target or self._snapshots.is_first else 0.5
         return min(self._capture.keep_alive(), rest_s, max(self._beside.due_s(), 0.01))
 
