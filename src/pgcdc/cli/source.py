@@ -11,7 +11,7 @@ import typer
 
 from pgcdc.cli.report import confirm, exit_on_error, print_table, say, show
 from pgcdc.core.errors import ConfigError, SourceError, StateError
-from pgcdc.core.state import StateDir
+from pgcdc.core.state import Lock, StateDir
 from pgcdc.postgres.database import Connection, connect
 from pgcdc.postgres.lsn import format_lsn
 from pgcdc.source.postgres.setup.slots import SlotInfo, drop_slot, get_slot, list_slots
@@ -162,6 +162,12 @@ def resync(
         list[str] | None,
         typer.Option(help="The slot works: read only this table again. Repeatable."),
     ] = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="With --table: only this adapter replaces its copy, also while the pipeline runs. Repeatable."
+        ),
+    ] = None,
     new_slot: Annotated[
         bool, typer.Option("--new-slot", help="Give up a slot that still works, or follow another server.")
     ] = False,
@@ -183,6 +189,9 @@ def resync(
 
     if not db:
         raise ConfigError("no database is given", "Use --db or the variable PGCDC_DB")
+    if adapter:
+        _replace(db, StateDir(state_dir), table or [], adapter, yes)
+        return
     chosen = tuple(name for name in split_outside_quotes(tables, ",") if name)
     with Resync(db, state_dir, tuple(table or ()), new_slot, chosen, truncate, two_phase, say) as one:
         for line in one.plan():
@@ -191,3 +200,22 @@ def resync(
             confirm("Go on?", "nothing was changed: a resync needs a confirmation")
         one.run()
     say("done. Start pgcdc listen as before: it brings the sinks back to the source")
+
+
+def _replace(db: str, state: StateDir, tables: list[str], adapters: list[str], yes: bool) -> None:
+    from pgcdc.run.table_reloads import hold_tables
+    from pgcdc.source.postgres.options import PostgresOptions
+    from pgcdc.source.protocol import make_source
+
+    if not tables:
+        raise ConfigError("--adapter says who replaces its copy of a table", "Add --table NAME")
+    identity = state.identity()
+    if identity is None:
+        raise StateError(f"{state.path} is not a state directory of pgcdc", "Give --state-dir")
+    captured = make_source(PostgresOptions(db=db)).captured(identity)
+    say(f"{', '.join(adapters)} will empty {', '.join(tables)}, and get every row again")
+    if not yes:
+        confirm("Go on?", "nothing was changed: a resync needs a confirmation")
+    hold_tables(state, captured, tables, adapters)
+    is_running = Lock.holder(state.run_lock) is not None
+    say("done: see pgcdc status" if is_running else "done. Start pgcdc listen as before: it replaces them")

@@ -15,6 +15,8 @@ EVENTS_DELIVERED = "pgcdc_events_delivered_total"  # By adapter
 EVENTS_DROPPED = "pgcdc_events_dropped_total"  # By adapter: what it skipped in fast mode
 EXEC_RESTARTS = "pgcdc_exec_restarts_total"  # By adapter: commands restarted after a failure or an end
 LANE_MOVES = "pgcdc_lane_moves_total"  # By adapter and move: leave, rejoin, skip
+ROWS_MISSED = "pgcdc_rows_missed_total"  # By adapter and table: rows to change that its target did not have
+TABLE_RELOADS = "pgcdc_table_reloads_total"  # By adapter: tables whose copy could not follow, and is replaced
 TARGET_RECOVERIES = "pgcdc_target_recoveries_total"  # By adapter: outages of its target that ended
 WEBHOOK_REQUESTS = "pgcdc_webhook_requests_total"  # By adapter and answer: ok, http_500, timeout, ...
 

@@ -14,6 +14,7 @@
     ├── SpoolError              stop, exit 1   a segment or the index is damaged
     └── SinkError               stop, exit 1   the target is in a state we must not touch
         ├── SinkUnavailable     retry          the target may come back
+        ├── ReloadNeeded        reload         the copy of a table cannot follow: the capture reads the table again
         └── SinkRejected        dead letter    this row will never be accepted
 
 An error carries one line that says what happened and one that says what to do.
@@ -24,7 +25,7 @@ from __future__ import annotations
 import random
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -40,6 +41,7 @@ __all__ = [
     "PgcdcError",
     "Policy",
     "Reject",
+    "ReloadNeeded",
     "SchemaChanged",
     "SinkError",
     "SinkRejected",
@@ -200,6 +202,15 @@ class Reject:
     position: str
     kind: str  # A short word for people and filters: `http_400`, `not_null_violation`
     text: str  # What the target said, without secrets
+
+
+class ReloadNeeded(SinkError):
+    """The copies of these tables cannot follow their source. Nothing of the batch was written: it comes again without
+    them, and the capture reads them again. `tables` has for each oid its name and why."""
+
+    def __init__(self, tables: Mapping[int, tuple[str, str]]) -> None:
+        super().__init__("; ".join(f"table {name}: {reason}" for name, reason in tables.values()))
+        self.tables = dict(tables)
 
 
 class SinkRejected(SinkError):

@@ -11,7 +11,8 @@ lanes.json        which adapter is in which lane
 targets.json      digests of the targets, and which columns transforms have changed there, by adapter
 shapes.jsonl      which shape every table had from which position on
 spool/            segments and index
-snapshot/         rows of snapshots that were released, and what is asked of incremental ones (requests.json)
+snapshot/         rows of snapshots that were released, what is asked of incremental ones (requests.json), and what only
+                  some adapters get (audience.jsonl)
 acks/             one file per sink
 checkpoints/      Spark's, one folder per lane, and in each where its batches ended (`ends/`)
 toast/            the cache of --toast cache
@@ -80,6 +81,7 @@ class StateDir:
         self.snapshot = self.path / "snapshot"
         self.requests_file = self.snapshot / "requests.json"
         self.snapshot_keys = self.snapshot / "keys"
+        self.audience_file = self.snapshot / "audience.jsonl"
         self.letters_file = self.path / "dead_letters.jsonl"
         self.resync = self.path / "resync"
         self.resync_note = self.path / "resync.json"

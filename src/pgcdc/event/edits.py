@@ -46,6 +46,7 @@ class SimpleChain:
     steps: tuple[Step, ...]
     forms: tuple[str, ...] = ("lines",)
     """The wanted `event.forms`; `shapes`: its events (`event_column`) describe their tables."""
+    is_partial: bool = False  # The chain does more to rows than this knows
     _fates: dict[Relation, _Fate] = field(default_factory=dict)
     _keys: dict[tuple[str | None, str | None], bytes] = field(default_factory=dict)
 
@@ -114,12 +115,21 @@ class SimpleChain:
         names = {column.name: name for column, name, _ in fates}
         texts = {name for _, name, steps in fates if _is_text(steps)}
         key = [names.get(name) for name in details["primary_key"]]
-        described = [
-            {**one, "name": names[one["name"]], **({"type": "text"} if names[one["name"]] in texts else {})}
-            for one in details["columns"]
-            if names.get(one["name"]) is not None
-        ]
+        masks = {column.name: steps for column, _, steps in fates}
+        described = []
+        for one in details["columns"]:
+            if (name := names.get(one["name"])) is not None:
+                shown = {**one, "name": name, **({"type": "text"} if name in texts else {})}
+                if "missing" in one:
+                    shown["missing"] = self._hide(pa.array([one["missing"]], pa.string()), masks[one["name"]])[
+                        0
+                    ].as_py()
+                described.append(shown)
         return after, {**details, "columns": described, "primary_key": [] if None in key else key}
+
+    def has(self, shape: Relation) -> bool:
+        """Whether its routes let this table's changes through."""
+        return self._fate(shape).is_routed
 
     def _fate(self, shape: Relation) -> _Fate:
         fate = self._fates.get(shape)

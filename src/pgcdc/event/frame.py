@@ -56,6 +56,7 @@ class EventOptions:
     """A SCHEMA_CHANGE event before the first change of a table that has another shape than the one before."""
     described: Described = Described()  # noqa: RUF009 - frozen
     """What is known of tables beside what is in the stream."""
+    addressed: bool = False  # Also rows that only some adapters get: the reader knows who they are
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,8 @@ def load_frame(
     """The changes in neighbouring slices; None if there are none. `schema_changes` are those that become events. Under light
     load segments are tiny: many of them in one frame cost little more than one."""
     shapes = [(change.position, event_values(change)) for change in schema_changes]
-    read = [read_slice(piece, markers=options.markers, shapes=shapes) for piece in pieces]
+    wanted = {"markers": options.markers, "addressed": options.addressed}
+    read = [read_slice(piece, shapes=shapes, **wanted) for piece in pieces]
     changes = _one_batch([table for table, _ in read])
     owners = _one_batch([table for _, table in read])
     return None if changes is None or owners is None else make_frame(changes, owners, relations, options)

@@ -29,6 +29,7 @@ from pgcdc.run.member import Adapter
 from pgcdc.run.progress import SnapshotWatch, TableWatch, describe_stop
 from pgcdc.run.settings import PipelineSettings, view_source
 from pgcdc.run.supervisor import STOP_TIMEOUT_S, Lanes
+from pgcdc.run.table_reloads import TableReloads
 from pgcdc.sink.letters.record import DeadLetters
 from pgcdc.sink.spec import AdapterSpec
 from pgcdc.source.protocol import Prepared, make_source
@@ -94,6 +95,7 @@ class Driver:
         self._owns_spark = False
         self._adapters: list[Adapter] = []
         self._lanes: Lanes | None = None
+        self._table_reloads: TableReloads | None = None
         self._phase = "starting"
         self._last_error: dict[str, str] | None = None
 
@@ -129,6 +131,8 @@ class Driver:
             return self.reloads.answer(request["id"])
         if request["do"] == "replay":
             return self._letters.answer(self._lanes, request)
+        if request["do"] == "hold":
+            return self._table_reloads.answer(request) if self._table_reloads is not None else {}
         raise ValueError(request["do"])
 
     def capture_status(self) -> dict[str, Any]:
@@ -234,7 +238,7 @@ class Driver:
         except BaseException:
             lanes.close()
             raise
-        self._lanes = lanes
+        self._lanes, self._table_reloads = lanes, TableReloads(self._link, lanes, self._say)
 
     def _start_spark(self) -> None:
         self._enter("starting Spark")
@@ -255,6 +259,7 @@ class Driver:
     def _stream(self) -> None:
         """Follow the lanes and acknowledge what Spark commits, until they end or we stop."""
         assert self._spark is not None and self._lanes is not None and self._prepared is not None
+        assert self._table_reloads is not None
         self._enter("starting the query")
         self._lanes.start(self._spark)
         self._enter("streaming")
@@ -267,6 +272,7 @@ class Driver:
                 self.reloads.take(self.reload, self._chains.names)
                 self._phase = "streaming" if self._lanes.main.query is not None else "restarting the query"
                 self._tables.follow()
+                self._table_reloads.follow()
                 self._tables.tell_changes(self._chains.all)
                 if self.snapshot.follow(self.capture_status, self._lanes):
                     self._stop.set()

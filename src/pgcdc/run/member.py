@@ -112,6 +112,8 @@ class Member:
         """Have executors write a large batch, after everything submitted before."""
 
         def write() -> bool:
+            if self.sink.holds.is_addressed(batch.start, batch.end):
+                return False  # some of it may not be for this adapter
             is_written = batch.write(self.sink, self.reached)
             counters.add(EVENTS_DELIVERED, batch.events if is_written else 0, adapter=self.name)
             return is_written

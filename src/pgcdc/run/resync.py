@@ -25,9 +25,11 @@ from pgcdc.core.state import Identity, Lock, StateDir, fsync_folder, read_json, 
 from pgcdc.postgres.database import Connection, connect, name_table, split_table
 from pgcdc.postgres.lsn import format_lsn
 from pgcdc.run.chains import why_unreadable
+from pgcdc.run.table_reloads import ASKED_FOR
 from pgcdc.sink.contract import Progress
 from pgcdc.sink.file import FileOptions, FileSink
 from pgcdc.sink.folder import FolderSink
+from pgcdc.sink.holds import new_hold
 from pgcdc.sink.line_files import KeyStore
 from pgcdc.sink.runner import Runner
 from pgcdc.source.postgres.options import PostgresOptions
@@ -165,7 +167,7 @@ class Resync:
                 raise ConfigError(
                     f"table {name_table(*name)} is not captured through slot {self._identity.stream}", f"Known: {known}"
                 )
-            if not published[name].key:
+            if not published[name].key and any(not one.is_keyed for one in self._acks()):
                 raise ConfigError(
                     f"table {published[name].title} has no key: its rows cannot be read while it changes",
                     "Give it a primary key; or begin again with all tables: pgcdc resync --new-slot",
@@ -192,7 +194,11 @@ class Resync:
 
     def _blind(self) -> list[str]:
         """The adapters whose targets cannot be read back: all but files."""
-        return [one.name for one in self._acks() if "path" not in one.detail]
+        return [one.name for one in self._acks() if "path" not in one.detail and not one.is_keyed]
+
+    def _keyed(self) -> tuple[str, ...]:
+        """The adapters that keep copies of tables, and replace them."""
+        return tuple(one.name for one in self._acks() if one.is_keyed)
 
     # --- the decision
 
@@ -273,6 +279,7 @@ class Resync:
                 yield f"{where}, but {reason} cannot be read back: {_NOT_DELETED}{_TRUNCATE}"
             else:
                 yield f"{where}; rows that the source no longer has are deleted by events"
+        yield from (f"adapter {one} empties its copies of the tables, and gets all rows again" for one in self._keyed())
         if not self.truncate:
             yield from (f"adapter {one} cannot be read back: {_NOT_DELETED}{_TRUNCATE}" for one in self._blind())
             for table in self._published():
@@ -290,6 +297,7 @@ class Resync:
             if reason:
                 yield f"{reason} in {sink.path} cannot be read back: {_NOT_DELETED}"
         yield from (f"adapter {one} cannot be read back: {_NOT_DELETED} for it" for one in self._blind())
+        yield from (f"adapter {one} replaces its copy of the table" for one in self._keyed())
 
     # --- what is done
 
@@ -347,7 +355,7 @@ class Resync:
         if not self.truncate and self._readable() and now != known:
             keys = self._collect(tables)  # publications were changed or dropped before: their current tables count
             self._save(**{**self.note, "keys": keys})
-        self._release_truncates(start, [table for table in tables if self.truncate or not table.key])
+        self._release_truncates(start, tables)
         hit("resync.truncated")
         queue = RequestQueue(self.state.requests_file)
         queued = {one.id for one in queue.entries()}
@@ -361,14 +369,18 @@ class Resync:
         hit("resync.acked")
 
     def _release_truncates(self, start: Position, tables: Sequence[PublishedTable]) -> None:
-        """Tables that cannot be compared by key are emptied at the sink before their rows come."""
+        """Tables that cannot be compared by key are emptied at the sink before their rows come; by adapters that keep
+        copies, all are."""
         releases, end, done = Releases(self.state.snapshot, start), start, set()
         for release in releases.after(start):  # of a resync that was interrupted here
             end = release.end
             done.add((release.relation or {}).get("oid"))
+        keyed = self._keyed()
         for table in tables:
-            if table.relation.oid not in done:
-                end = releases.add(end, releases.stage([truncated_rows()]), table.relation).end
+            is_for_all = self.truncate or not table.key
+            if table.relation.oid not in done and (is_for_all or keyed):
+                whose = () if is_for_all else keyed
+                end = releases.add(end, releases.stage([truncated_rows()]), table.relation, adapters=whose).end
 
     def _request(
         self, queue: RequestQueue, keys: dict[str, dict[str, Any]], before: Sequence[SnapshotRequest] = ()
@@ -393,6 +405,12 @@ class Resync:
         chosen = self._chosen()
         keys = self._collect(chosen)
         hit("resync.keys")
+        for ack in self._acks():
+            if ack.is_keyed:
+                held = {one.relation.oid: new_hold(one.title, ASKED_FOR) for one in chosen}
+                ack.hold({**ack.holds, **held})
+        if len(self._keyed()) == len(self._acks()):
+            return
         queue = RequestQueue(self.state.requests_file)
         needed = {one.request.keys_file for one in queue.entries() if not one.is_ended}
         for path in self.state.snapshot_keys.glob("*"):

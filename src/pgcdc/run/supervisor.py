@@ -108,6 +108,7 @@ class Lanes:
                     "lag_bytes": behind,
                     "dropped": place.dropped,
                     "dead_letters": member.sink.dead_letters,
+                    "held": [one.table or "a table" for one in member.sink.progress.holds.values()],
                     "last_error": str(error) if error else None,
                 }
             )

@@ -24,7 +24,9 @@ from pgcdc.core.relation import ShapeHistory
 from pgcdc.core.secrets import redact_text
 from pgcdc.core.state import Identity, read_json, write_json_durably
 from pgcdc.event.batch import Batch
+from pgcdc.event.edits import SimpleChain
 from pgcdc.event.forms import Form
+from pgcdc.sink.holds import Hold, dump_holds, parse_holds
 
 __all__ = [
     "ErrorPolicies",
@@ -58,12 +60,15 @@ class Progress:
         self.next_detail: dict[str, Any] | None = None
         """What the next `save` puts into `detail`: a sink leaves it for the runner."""
         self._owner = ""
+        self.is_keyed = False  # It keeps tables equal: the runner says so
+        self.holds: dict[int, Hold] = {}  # By oid: tables that it takes only from their reload
         if raw is not None:
             try:
                 self.position = Position.parse(raw["position"]) if raw["position"] else None
                 self.written = Position.parse(raw["written"]) if raw.get("written") else None
                 self.detail, self._owner = dict(raw["detail"]), str(raw.get("owner", ""))
                 self.is_rewound = bool(raw.get("is_rewound"))
+                self.is_keyed, self.holds = bool(raw.get("is_keyed")), parse_holds(raw.get("holds", {}))
             except (KeyError, TypeError, ValueError) as error:
                 raise StateError(f"{self._path} is damaged", "Restore it from a backup") from error
         self.acked = self.position
@@ -75,8 +80,10 @@ class Progress:
         *,
         written: Position | None = None,
         is_settled: bool = True,
+        holds: dict[int, Hold] | None = None,
     ) -> None:
         """Replace the state on disk. `is_settled=False`: the ack stays until `settle`; after a crash `open` comes first."""
+        self.holds = self.holds if holds is None else holds
         detail = detail if detail is not None else self.next_detail if self.next_detail is not None else self.detail
         written = written or self.written
         self._write(position, detail, written, is_rewound=False)
@@ -85,8 +92,14 @@ class Progress:
         if is_settled:
             self.acked = position
 
+    def hold(self, holds: dict[int, Hold]) -> None:
+        """Take these tables only from their reload."""
+        self.holds = holds
+        self._write(self.position, self.detail, self.written, is_rewound=self.is_rewound)
+
     def rewind(self, position: Position) -> None:
         """The source restarts there (`pgcdc resync`), before or behind the ack: the target must follow."""
+        self.holds = {}
         self._write(position, self.detail, self.written, is_rewound=True)
         self.position = self.acked = position
         self.is_rewound = True
@@ -116,7 +129,10 @@ class Progress:
         texts = {name: str(value) for name, value in values.items() if value is not None}
         owner = {"owner": self._owner} if self._owner else {}
         rewound = {"is_rewound": True} if is_rewound else {}
-        write_json_durably(self._path, {"position": None, **texts, **owner, **rewound, "detail": detail})
+        holds = {"holds": dump_holds(self.holds)} if self.holds else {}
+        keyed = {"is_keyed": True} if self.is_keyed else {}
+        found = {"position": None, **texts, **owner, **rewound, **keyed, **holds, "detail": detail}
+        write_json_durably(self._path, found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +150,8 @@ class SinkContext:
     are unrelated, and streams may share a target."""
     source: str = ""  # Where the events come from, for people
     identity: Identity | None = None  # The captured database and tables: for a target that may be the same database
+    chain: Callable[[], SimpleChain] = lambda: SimpleChain((), ())
+    """What the adapter's transforms do to columns now: shapes in `shapes` are before them."""
     delivered: Callable[[Iterable[str]], None] = field(default=lambda positions: None)
     """For a target that takes events one by one and cannot undo: these positions are delivered, whatever happens to the rest
     of the write. They are not repeated in this process."""
@@ -187,7 +205,9 @@ class Sink(Protocol):
 
     def write(self, batch: Batch) -> None:
         """Make a batch durable: it begins where the ack is. Then the runner moves the ack to its end. SinkUnavailable: it
-        comes again. SinkRejected names events that the target will never take: the batch comes again without them."""
+        comes again. SinkRejected names events that the target will never take: the batch comes again without them.
+        ReloadNeeded (of the form `tables`) names tables whose copy cannot follow: the batch comes again without them, and
+        they come whole later, after a TRUNCATE. Such a sink also gets an empty batch if a table has another shape in it."""
 
     def redeliver(self, batch: Batch) -> Collection[str]:
         """Deliver dead letters: events of the past. The ack stays. Raises as `write` does. Returns the positions of those

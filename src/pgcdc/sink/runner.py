@@ -19,7 +19,17 @@ from functools import partial
 from itertools import takewhile
 from pathlib import Path
 
-from pgcdc.core.errors import PgcdcError, Policy, Reject, SinkError, SinkRejected, policy_of, sentences
+from pgcdc.core.counters import TABLE_RELOADS, counters
+from pgcdc.core.errors import (
+    PgcdcError,
+    Policy,
+    Reject,
+    ReloadNeeded,
+    SinkError,
+    SinkRejected,
+    policy_of,
+    sentences,
+)
 from pgcdc.core.failpoint import hit
 from pgcdc.core.position import Position
 from pgcdc.core.relation import ShapeHistory
@@ -29,9 +39,11 @@ from pgcdc.event.changes import read_changes
 from pgcdc.event.edits import SimpleChain
 from pgcdc.sink.attempts import Attempts, Clock, DeliveryHooks, Refusal
 from pgcdc.sink.contract import Progress, Sink, SinkContext
+from pgcdc.sink.holds import Holds, new_hold
 from pgcdc.sink.letters.delivery import SetAside
 from pgcdc.sink.letters.record import DeadLetters
 from pgcdc.sink.spec import DeliveryOptions
+from pgcdc.spool.audience import Audience
 
 PART_OF_TIMEOUT = 0.25  # A part's share of the write timeout, by the speed of the last one (`Sink.part_events`)
 MAX_PART = 50_000
@@ -77,6 +89,9 @@ class Runner:
         self._is_untouched = False  # A target of rows that has nothing of this sink
         self._saved_at = self.attempts.clock.now()
         self._part = sink.part_events
+        self.progress.is_keyed = sink.form == "tables"
+        audience = Audience(self._state.audience_file)
+        self.holds = Holds(audience, self.progress, name, is_keyed=self.progress.is_keyed)
         self.chain: Callable[[], SimpleChain] = lambda: SimpleChain((), ())
         """What the adapter's transforms do to columns: dead letters were rendered after them."""
 
@@ -189,7 +204,7 @@ class Runner:
         identity = self._state.identity()
         stream, source = (identity.key, identity.title) if identity else ("", "")
         known = (self.name, start, self.progress, self._shapes, self._say, self.options.timeout)
-        return SinkContext(*known, stream, source, identity, self._note)
+        return SinkContext(*known, stream, source, identity, self.chain, self._note)
 
     def _note(self, positions: Iterable[str]) -> None:
         """The sink reports these as delivered, in the middle of a write."""
@@ -246,8 +261,10 @@ class Runner:
     def _acknowledge(self, end: Position, written: Position | None = None) -> None:
         """Save the ack: what the sink made durable counts from then on."""
         hit("sink.before_ack")
-        if self.progress.position is None or self.progress.position < end:
-            self.progress.save(end, written=written)
+        before = self.progress.position
+        if before is None or before < end:
+            holds = self.holds.after(before, end) if before is not None else None
+            self.progress.save(end, written=written, holds=holds)
         self.progress.settle()
         hit("sink.after_ack")
         self._forget(str(end))
@@ -258,14 +275,13 @@ class Runner:
     def _write_part(self, part: Batch, is_empty: bool) -> None:
         """In the thread that writes."""
         self._reopen()
-        if self.sink.keeps_position and (is_empty or self._reached >= part.end):
+        if self.sink.keeps_position and (self._reached >= part.end or (is_empty and not self._has_shapes(part))):
             return self._acknowledge(part.end)
         rest = part.after(self._reached).without(self._delivered)
         began = self.attempts.clock.now()
         self._now = part
         try:
-            with self._using_sink():
-                self.sink.write(self._as_taken(rest))
+            rest = self._put(rest)
         except BaseException as error:
             self.progress.next_detail = None
             if isinstance(error, SinkError):
@@ -275,6 +291,30 @@ class Runner:
         self._is_untouched = False
         self._learn(len(rest), self.attempts.clock.now() - began)
         self._acknowledge(part.end, part.end if self.sink.keeps_position else None)
+
+    def _put(self, batch: Batch) -> Batch:
+        """Have the sink write a batch, without tables that it cannot follow; returns what was written."""
+        while True:
+            try:
+                with self._using_sink():
+                    self.sink.write(batch)
+                return batch
+            except ReloadNeeded as error:
+                held = {oid: new_hold(*why) for oid, why in error.tables.items() if oid not in self.progress.holds}
+                if not held:
+                    raise SinkError(f"adapter {self.name} cannot follow a table that it leaves out: {error}") from error
+                self.holds.add(held)
+                counters.add(TABLE_RELOADS, len(held), adapter=self.name)
+                for one in held.values():
+                    self._say(f"table {one.table}: {one.reason}. It is read again, and its copy replaced")
+                batch = self.holds.take(batch)
+
+    def _has_shapes(self, part: Batch) -> bool:
+        """Whether a table has another shape somewhere in it, which a keyed sink follows even without a row."""
+        if not self.progress.is_keyed:
+            return False
+        self._shapes.refresh()
+        return bool(self._shapes.between(part.start, part.end))
 
     def _as_taken(self, batch: Batch) -> Batch:
         """A batch in the sink's form: dead letters come as lines."""
@@ -297,6 +337,7 @@ class Runner:
     def _write(self, whole: Batch) -> Position | None:
         """Deliver a batch; refused events go to the dead letters first. Returns the end of a batch with a refused event that
         nobody has named: bisection finds it."""
+        whole = self.holds.take(self._as_taken(whole))
         part, out = whole, set[str]()
         while True:
             self.attempts.pass_breaker()

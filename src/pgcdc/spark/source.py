@@ -251,7 +251,7 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         chains = parse_chains(self._options.chains)
         contents = block_schema(chains, keyed=name == "keyed_block")
         schema = contents if in_blocks else to_arrow_schema(self._schema, timezone="UTC")
-        options = replace(self._options.events, described=partition.described)
+        options = replace(self._options.events, described=partition.described, addressed=bool(self._options.run))
         for pieces in group_slices(partition.slices, RECORD_BATCH_BYTES):
             with self._readable(partition, pieces):
                 batch = event_batch(

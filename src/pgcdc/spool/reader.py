@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from pgcdc.core.errors import GapError, SpoolError
 from pgcdc.core.position import LAST_SUB, SCHEMA_SUB, Position
 from pgcdc.core.relation import GrowingLines, Op, Relation
+from pgcdc.spool.audience import ADDRESSED
 from pgcdc.spool.index import IndexRecord, chunk_number, chunk_path, list_chunks, load_transactions, scan_records
 from pgcdc.spool.schema import CHANGES, TRANSACTIONS
 from pgcdc.spool.segment import Written, open_segment
@@ -157,11 +159,11 @@ def plan_end(records: list[IndexRecord], end: Position, max_rows: int, max_bytes
 
 
 def read_slice(
-    piece: SegmentSlice, *, markers: bool = False, shapes: Sequence[SchemaChange] = ()
+    piece: SegmentSlice, *, markers: bool = False, shapes: Sequence[SchemaChange] = (), addressed: bool = False
 ) -> tuple[pa.Table, pa.Table]:
     """The changes in range, and each row's transaction. With `markers`, a BEGIN before and a COMMIT after each transaction;
     with `shapes`, a SCHEMA_CHANGE before the first row of each. Their positions depend on the transaction alone, so that a
-    replay with other cuts has the same ones."""
+    replay with other cuts has the same ones. With `addressed`, also rows that are only for some adapters."""
     table = open_segment(Path(piece.path), piece.written)
     transactions = pa.ipc.read_record_batch(pa.py_buffer(piece.transactions), TRANSACTIONS)
     counts = transactions.column("rows").to_numpy()
@@ -174,6 +176,10 @@ def read_slice(
     ordinal = table.column("ordinal").to_numpy()
     sub = table.column("sub").to_numpy()
     wanted = _after(commit, kind, ordinal, sub, piece.start) & ~_after(commit, kind, ordinal, sub, piece.end)
+    origins = transactions.column("origin")
+    if not addressed and origins.null_count < len(origins):
+        is_others = pc.fill_null(pc.equal(origins, ADDRESSED), False).to_numpy(zero_copy_only=False)
+        wanted &= ~is_others[of_row]
     rows = np.flatnonzero(wanted)
     owners = pa.Table.from_batches([transactions]).take(pa.array(of_row[rows]))
     if len(rows) == table.num_rows:

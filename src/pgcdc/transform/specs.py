@@ -327,8 +327,10 @@ class Chain:
 
 def column_chain(chain: Chain) -> SimpleChain:
     """What a chain does to the columns of tables, as far as the configuration says: not what SQL and Python add."""
-    steps = map(from_spec, chain.transforms)
-    return SimpleChain((), tuple(one.step for one in steps if one.type in ("drop_columns", "rename_fields", "mask")))
+    steps = list(map(from_spec, chain.transforms))
+    known = [one.step for one in steps if one.type in ("drop_columns", "rename_fields", "mask")]
+    routes = tuple(map(full_pattern, chain.routes))
+    return SimpleChain(routes, tuple(known), is_partial=not chain.is_simple)
 
 
 def _check_names(one: Transform, gone: dict[str, str]) -> None:

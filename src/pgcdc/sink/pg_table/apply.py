@@ -24,8 +24,10 @@ from pgcdc.core.position import Position
 from pgcdc.core.relation import OldKind, Op, ShapeChange, ShapeHistory
 from pgcdc.event.batch import Batch, TableChanges
 from pgcdc.event.changes import settle
+from pgcdc.event.edits import SimpleChain
 from pgcdc.event.shape import diff_shapes
 from pgcdc.postgres.database import Connection
+from pgcdc.sink.pg_table.evolve import follow, rebuild
 from pgcdc.sink.pg_table.fold import MissingKey, find_moves, fold_bag, fold_keyed, fold_late, part_of
 from pgcdc.sink.pg_table.options import PgTableOptions, TableName
 from pgcdc.sink.pg_table.tables import SourceTable, Targets, choose_key, describe_source
@@ -48,9 +50,12 @@ class Applier:
         key: tuple[str, str],
         say: Callable[[str], None],
         tables: Collection[TableName] = (),
+        chain: Callable[[], SimpleChain] = lambda: SimpleChain((), ()),
+        held: Callable[[], Collection[int]] = tuple,
     ) -> None:
-        """`key`: the names of adapter and stream."""
+        """`key`: the names of adapter and stream. `held`: tables (oid) that come whole later."""
         self._conn, self._options, self._shapes, self._say = conn, options, shapes, say
+        self._chain, self._held = chain, held
         self.tables = set(tables)  # The target's tables at the last commit; the caller keeps it up to date
         self._rejected = Rejected(options.own_schema, key)
         self._writer: Writer | None = None
@@ -141,7 +146,10 @@ class Applier:
             cleared: list[SourceTable] = []
             for run, source in self._runs(part):
                 if run.op[0] == Op.TRUNCATE:
-                    cleared.append(source)
+                    if _is_reload(part, run):
+                        self._rebuild(run, source)
+                    else:
+                        cleared.append(source)
                     continue
                 writer.truncate(cleared)
                 cleared = []
@@ -149,6 +157,15 @@ class Applier:
                 self._apply(run, source)
             writer.truncate(cleared)
         return writer.missed
+
+    def _rebuild(self, run: TableChanges, source: SourceTable) -> None:
+        writer = self._open()
+        names = [column.name for column in run.relation.columns]
+        target = writer.targets.of(source)
+        key = choose_key(source, replace(target, primary_key=()) if target is not None else None, names)
+        history = [change for change in self._shapes.changes if change.after.oid == run.relation.oid]
+        rebuild(writer.targets, source, key, history)
+        writer.forget(source)
 
     def _runs(self, batch: Batch) -> Iterator[tuple[TableChanges, SourceTable]]:
         for run in batch.tables():
@@ -199,7 +216,8 @@ class Applier:
         """The events between changes of shapes, with the changes before them."""
         due: list[ShapeChange] = []
         begin, texts = 0, batch.positions()
-        for change in filter(self._is_cut, changes):
+        held = self._held()
+        for change in filter(self._is_cut, (one for one in changes if one.after.oid not in held)):
             place = bisect_left(range(len(batch)), str(change.position), key=lambda row: texts[row].as_py())
             if place > begin:
                 yield batch.slice(begin, place), due
@@ -220,11 +238,10 @@ class Applier:
 
     def _follow(self, change: ShapeChange) -> None:
         """Repeat the source's change at the target."""
-        targets = self._open().targets
-        if change.before is None:
-            return targets.say_new((change.after.namespace, change.after.name))
-        targets.follow(change)
-        if self._rejected.waiting:
+        named = self._shapes.of(change.after.namespace, change.after.name)
+        earlier = {one.after.oid for one in named if one.position < change.position} - {change.after.oid}
+        follow(self._open().targets, change, self._chain(), earlier)
+        if change.before is not None and self._rejected.waiting:
             before = describe_source(change.before, change.before_details)
             after = describe_source(change.after, change.details)
             self._rejected.follow(self._conn, before.title, after.title)
@@ -318,6 +335,11 @@ class Applier:
                 f"the event of table {source.title} has the column {', '.join(gone)}, which the table no longer has",
             )
         return run
+
+
+def _is_reload(batch: Batch, run: TableChanges) -> bool:
+    """Whether a TRUNCATE begins the reload of its table, and is not one of the source."""
+    return Position.parse(batch.positions()[int(run.rows[0])].as_py()).is_snapshot
 
 
 def _key_texts(columns: Sequence[pa.Array], count: int) -> list[str]:

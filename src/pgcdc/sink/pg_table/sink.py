@@ -113,7 +113,8 @@ class PgTableSink(Sink):
                 self._written, tables = self._restore(conn)
                 if not self._appender:
                     key = context.name, context.stream
-                    self._applier = Applier(conn, self._options, context.shapes, key, self._say_once, tables)
+                    known = (key, self._say_once, tables, context.chain, lambda: context.progress.holds)
+                    self._applier = Applier(conn, self._options, context.shapes, *known)
         except BaseException:
             conn.close()
             raise

@@ -1,5 +1,5 @@
-"""A table on both sides: the source's description, and the target's catalog. The target's table is created if missing, and
-altered with the source's."""
+"""A table on both sides: the source's description, and the target's catalog. The target's table is created if missing;
+`evolve.py` says how it follows the source's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import psycopg
 
 from pgcdc.core.errors import SinkError
 from pgcdc.core.relation import Relation, ShapeChange
-from pgcdc.event.shape import diff_shapes
 from pgcdc.postgres.database import Connection, name_table, quote_identifier, quote_qualified
 from pgcdc.postgres.types.catalog import TypeCatalog, type_name
 from pgcdc.sink.pg_table.options import PgTableOptions, TableName
@@ -148,9 +147,16 @@ class Targets:
         were_there: Collection[TableName] = (),
     ) -> None:
         """`were_there`: tables that the target had. A missing one is not recreated as new: it would lack rows."""
-        self._conn, self._options, self._names, self._say = conn, options, options.names, say
+        self.conn, self.options, self.name_of, self.say = conn, options, options.names, say
         self._known: dict[TableName, TargetTable | None] = {}
         self.were_there = set(were_there)  # With what is there now; without names that are free by right
+
+    def forget(self, name: TableName) -> None:
+        """It was altered."""
+        self._known.pop(name, None)
+
+    def forget_all(self) -> None:
+        self._known.clear()
 
     def see(self) -> set[TableName]:
         return self.were_there | {name for name, target in self._known.items() if target is not None}
@@ -162,10 +168,10 @@ class Targets:
 
     def of(self, source: SourceTable) -> TargetTable | None:
         """The target of a source table; None if missing."""
-        return self.find(self._names(source.name))
+        return self.find(self.name_of(source.name))
 
     def _load(self, name: TableName) -> TargetTable | None:
-        found = self._conn.execute(_TABLE, name).fetchone()
+        found = self.conn.execute(_TABLE, name).fetchone()
         if found is None:
             return None
         oid, kind = found
@@ -173,172 +179,77 @@ class Targets:
             raise SinkError(
                 f"{name_table(*name)} at the target is not a table", "Map the table to another name, with tables"
             )
-        columns = {column: TargetColumn(*more) for column, *more in self._conn.execute(_COLUMNS, (oid,))}
-        indexes = [(is_primary, tuple(names)) for is_primary, names in self._conn.execute(_INDEXES, (oid,))]
+        columns = {column: TargetColumn(*more) for column, *more in self.conn.execute(_COLUMNS, (oid,))}
+        indexes = [(is_primary, tuple(names)) for is_primary, names in self.conn.execute(_INDEXES, (oid,))]
         primary = next((names for is_primary, names in indexes if is_primary), ())
         return TargetTable(name, columns, primary, frozenset(frozenset(names) for _, names in indexes))
 
     def prepare(self, source: SourceTable, columns: Iterable[str], key: tuple[str, ...]) -> TargetTable:
         """The target's table with all these columns: creates what is missing, if allowed."""
-        name = self._names(source.name)
+        name = self.name_of(source.name)
         target = self.find(name)
         if target is None:
-            return self._create(source, name, columns, key)
+            return self.create(source, name, columns, key)
         missing = [column for column in columns if column not in target.columns]
         if not missing:
             return target
-        types, note = self._types(source, missing)
+        types, note = self.types(source, missing)
         added = ", ".join(f"ADD COLUMN {quote_identifier(column)} {kind}" for column, kind in types.items())
         statement = f"ALTER TABLE {target.sql} {added}"
-        if self._options.evolve == "none":
+        if self.options.evolve == "none":
             raise SinkError(
                 f"table {target.title} at the target has no column {', '.join(missing)}, which rows of {source.title} have",
                 f"Run there: {statement}; or set evolve to add",
             )
-        self._run(statement, f"cannot add columns to table {target.title} at the target")
-        self._say(
-            f"table {target.title}: column {', '.join(missing)} added{note}; rows that are there have "
-            "NULL in it until they change or a snapshot brings them"
-        )
-        return self._load_again(name)
+        self.run(statement, f"cannot add columns to table {target.title} at the target")
+        self.say(f"table {target.title}: column {', '.join(missing)} added{note}")
+        return self.load_again(name)
 
-    def _create(
-        self, source: SourceTable, name: TableName, columns: Iterable[str], key: tuple[str, ...]
-    ) -> TargetTable:
+    def create(self, source: SourceTable, name: TableName, columns: Iterable[str], key: tuple[str, ...]) -> TargetTable:
         title = name_table(*name)
-        types, note = self._types(source, columns)
+        types, note = self.types(source, columns)
         # Nothing but the key is NOT NULL: what the source allows may change.
         listed = [f"{quote_identifier(column)} {kind}" for column, kind in types.items()]
         if key:
             listed.append(f"PRIMARY KEY ({', '.join(map(quote_identifier, key))})")
         statement = f"CREATE TABLE {quote_qualified(*name)} ({', '.join(listed)})"
-        if not self._options.create:
+        if not self.options.create:
             raise SinkError(f"table {title} is not at the target", f"Run there: {statement}; or set create to true")
         if name in self.were_there:
             raise SinkError(
                 f"table {title} is no longer at the target: made again, it would lack all rows but those that change",
-                f"Restore it, or run there: {statement}; and take a snapshot of the table: pgcdc snapshot",
+                f"Have it made again with all its rows: pgcdc resync --table {source.title}; or restore it",
             )
-        self._create_schema(name[0], f"cannot create table {title} at the target")
-        self._run(statement, f"cannot create table {title} at the target")
-        self._say(f"table {title} created{note}")
-        return self._load_again(name)
+        self.create_schema(name[0], f"cannot create table {title} at the target")
+        self.run(statement, f"cannot create table {title} at the target")
+        self.say(f"table {title} created{note}")
+        return self.load_again(name)
 
-    def _create_schema(self, name: str, action: str) -> None:
-        if not self._conn.execute("SELECT 1 FROM pg_namespace WHERE nspname = %s", (name,)).fetchone():
-            self._run(f"CREATE SCHEMA IF NOT EXISTS {quote_identifier(name)}", action)
+    def create_schema(self, name: str, action: str) -> None:
+        if not self.conn.execute("SELECT 1 FROM pg_namespace WHERE nspname = %s", (name,)).fetchone():
+            self.run(f"CREATE SCHEMA IF NOT EXISTS {quote_identifier(name)}", action)
 
-    def _types(self, source: SourceTable, columns: Iterable[str]) -> tuple[dict[str, str], str]:
+    def types(self, source: SourceTable, columns: Iterable[str]) -> tuple[dict[str, str], str]:
         """Each column's type (a transform's columns are text), and a note on those that become text."""
         wanted = {column: source.types.get(column, ()) for column in columns}
-        known = self._existing(text for names in wanted.values() for text in names)
+        known = self.existing(text for names in wanted.values() for text in names)
         types = {column: next((text for text in names if text in known), "text") for column, names in wanted.items()}
         without = ", ".join(column for column, names in wanted.items() if names and not known.intersection(names))
         return types, f" ({without} as text: the target does not have the type)" if without else ""
 
-    def _existing(self, types: Iterable[str]) -> set[str]:
+    def existing(self, types: Iterable[str]) -> set[str]:
         query = "SELECT t FROM unnest(%s::text[]) AS t WHERE to_regtype(t) IS NOT NULL"
-        return {text for (text,) in self._conn.execute(query, (sorted(set(types)),))}
+        return {text for (text,) in self.conn.execute(query, (sorted(set(types)),))}
 
-    def _load_again(self, name: TableName) -> TargetTable:
+    def load_again(self, name: TableName) -> TargetTable:
         target = self._known[name] = self._load(name)
         assert target is not None
         return target
 
-    def _run(self, statement: str, action: str) -> None:
+    def run(self, statement: str, action: str) -> None:
         try:
-            self._conn.execute(statement.encode())
+            self.conn.execute(statement.encode())
         except (psycopg.errors.InsufficientPrivilege, psycopg.errors.InvalidSchemaName) as error:
             raise SinkError(
                 f"{action}: {error.diag.message_primary}", f"Run there, as its owner: {statement}"
             ) from error
-
-    # --- after ALTER TABLE at the source
-
-    def follow(self, change: ShapeChange) -> None:
-        """Repeat a source table's change at the target. New columns come with the first row that has them."""
-        if self._options.evolve != "full" or change.before is None:
-            return
-        old = self._names((change.before.namespace, change.before.name))
-        name = self._names((change.after.namespace, change.after.name))
-        for one in diff_shapes(change):
-            if one["type"] == "table_renamed":
-                self._rename(old, name)
-            target = self.find(name)
-            if target is not None:
-                self._follow_column(target, one)
-
-    def say_new(self, source: TableName) -> None:
-        """A recreated table: nothing tells the target which rows are gone."""
-        target = self.find(self._names(source))
-        if target is None:
-            self.were_there.discard(self._names(source))
-        else:
-            self._say(
-                f"table {name_table(*source)} was dropped and made again at the source; the rows of the one before stay in "
-                f"{target.title}: TRUNCATE that, and take a snapshot of the table, if they should not"
-            )
-
-    def _rename(self, old: TableName, new: TableName) -> None:
-        if old == new or self.find(old) is None:
-            return
-        source, target = name_table(*old), name_table(*new)
-        move = f"ALTER TABLE {quote_qualified(*old)} RENAME TO {quote_identifier(new[1])}"
-        if self.find(new) is not None:
-            raise SinkError(
-                f"table {source} was renamed to {target} at the source, but the target has both: rows of two tables "
-                "would be mixed",
-                f"Do at the target what was done at the source, like: ALTER TABLE {quote_qualified(*new)} RENAME TO ...; "
-                f"{move}",
-            )
-        action = f"cannot rename table {source} at the target"
-        self._create_schema(new[0], action)
-        if old[1] != new[1]:
-            self._run(move, action)
-        if old[0] != new[0]:
-            self._run(f"ALTER TABLE {quote_qualified(old[0], new[1])} SET SCHEMA {quote_identifier(new[0])}", action)
-        self._known.clear()
-        self.were_there.discard(old)
-        self._say(f"table {source} renamed to {target}")
-
-    def _follow_column(self, target: TargetTable, one: Mapping[str, Any]) -> None:
-        if one["type"] == "column_renamed":
-            old, new = one["from"], one["to"]
-            if old in target.columns and new not in target.columns:
-                self._alter(target, f"RENAME COLUMN {quote_identifier(old)} TO {quote_identifier(new)}")
-                self._say(f"table {target.title}: column {old} renamed to {new}")
-        elif one["type"] == "column_removed":
-            column = one["column"]
-            had = target.columns.get(column)
-            if had is not None and had.is_required and column not in target.primary_key:
-                self._alter(target, f"ALTER COLUMN {quote_identifier(column)} DROP NOT NULL")
-                self._say(f"table {target.title}: column {column} may be empty, the source no longer has it")
-        elif one["type"] == "column_type_changed":
-            self._retype(target, one["column"], one["old_type"], one["new_type"])
-
-    def _retype(self, target: TargetTable, column: str, old: str, new: str) -> None:
-        """Only columns that had the source's type: another one was somebody's choice."""
-        known = self._existing([old, new])
-        old, new = (kind if kind in known else "text" for kind in (old, new))
-        had = target.columns.get(column)
-        if had is None or had.type != old or had.type == new:
-            return
-        quoted = quote_identifier(column)
-        action = f"ALTER COLUMN {quoted} TYPE {new} USING"
-        try:
-            with self._conn.transaction():
-                self._alter(target, f"{action} ({quoted})::{new}")
-        except (psycopg.errors.CannotCoerce, psycopg.errors.DatatypeMismatch):  # written as text, and read again
-            self._alter(target, f"{action} ({quoted}::text)::{new}")
-        self._say(f"table {target.title}: column {column} is {new} now, it was {old}")
-
-    def _alter(self, target: TargetTable, action: str) -> None:
-        statement = f"ALTER TABLE {target.sql} {action}"
-        try:
-            self._run(statement, f"cannot alter table {target.title} at the target")
-        except psycopg.DataError as error:
-            raise SinkError(
-                f"cannot alter table {target.title} at the target as the source's was: {error.diag.message_primary}",
-                f"Do by hand what was done at the source, like: {statement}",
-            ) from error
-        self._known.pop(target.name, None)

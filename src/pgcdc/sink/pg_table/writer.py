@@ -38,6 +38,10 @@ class Writer:
         """A transaction begins: temporary tables are empty."""
         self._used.clear()
 
+    def forget(self, source: SourceTable) -> None:
+        """Its table is empty: rows are new again."""
+        self._met.discard(self.targets.name_of(source.name))
+
     def truncate(self, sources: Iterable[SourceTable]) -> None:
         """Empty tables, all at once: they may reference each other."""
         targets = [target for source in sources if (target := self.targets.of(source)) is not None]

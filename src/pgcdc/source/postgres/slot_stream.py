@@ -59,9 +59,12 @@ class PostgresStream:
         self._releases, self._beside = self._snapshots.releases, self._snapshots.beside
         self._marks = Marks(self._releases)
         self._to_replay = deque(self._releases.after(spool.end))
+        self._reloads = self._snapshots.reloads
         self._signals = Signals(self._snapshots.queue, options.signal_table)
-        self._selector.register(self._snapshots.readers.fileno(), selectors.EVENT_READ)
+        for readers in (self._snapshots.readers, self._reloads.readers):
+            self._selector.register(readers.fileno(), selectors.EVENT_READ)
         self._shapes = ShapeObserver(state.shapes_file, spool.state)
+        self._reloads.shape_of = self._shapes.current
         self._toast = ToastStep(options, publications, state, resume=spool.state, instance=identity.instance)
         self._guard = Guard(state, identity, consumers, temporary=options.temporary_slot)
         self._capture = Capture(
@@ -133,6 +136,7 @@ class PostgresStream:
         self._pieces = None
         self._unregister_stream()
         self._beside.lose()
+        self._reloads.lose()
         self._capture.disconnect()
         if self._sql is not None:
             self._selector.unregister(self._sql_fd)
@@ -190,6 +194,7 @@ class PostgresStream:
             if not piece.end.is_snapshot:
                 self._signals.see(piece)
                 self._beside.see(piece)
+                self._reloads.see(piece)
             self._end = max(self._end, piece.end)
             return piece
         return None
@@ -231,15 +236,21 @@ class PostgresStream:
         self._unspooled = None
 
     def _released(self) -> Iterator[CaptureBatch]:
-        for batch in self._releases.batches(self._to_replay[0], self._relations):
-            yield from self._finish(batch)
+        release = self._to_replay[0]
+        for batch in self._releases.batches(release, self._relations):
+            yield from self._finish(batch, is_addressed=bool(release.adapters))
         self._to_replay.popleft()
+        self._reloads.released(release)
 
-    def _finish(self, batch: CaptureBatch) -> Iterator[CaptureBatch]:
-        """The batch for the spool. ConnectionLost: it may come again."""
+    def _finish(self, batch: CaptureBatch, *, is_addressed: bool = False) -> Iterator[CaptureBatch]:
+        """The batch for the spool. ConnectionLost: it may come again. Rows for some adapters only are no state of the
+        stream: they have their long values, and a cache must not see older ones."""
         assert self._sql is not None
         self._shapes.observe(batch, self._sql)
-        yield from self._toast.resolve(batch, self._sql)
+        if is_addressed:
+            yield batch
+        else:
+            yield from self._toast.resolve(batch, self._sql)
 
     # --- beside the changes
 
@@ -262,9 +273,10 @@ class PostgresStream:
             self.is_drained = False
         # Somebody waits for it, or it was put behind an idle position: do not wait for the next report of progress.
         replayed = self._to_replay[-1].commit if self._to_replay else 0
-        self._aim_at(max(self._beside.target_lsn, self._marks.target_lsn, needed, replayed))
+        self._aim_at(max(self._beside.target_lsn, self._reloads.target_lsn, self._marks.target_lsn, needed, replayed))
         rest_s = TARGET_POLL_S if self._is_behind_target or self._snapshots.is_first else 0.5
-        return min(self._capture.keep_alive(), rest_s, max(self._beside.due_s(), 0.01))
+        due_s = min(self._beside.due_s(), self._reloads.due_s())
+        return min(self._capture.keep_alive(), rest_s, max(due_s, 0.01))
 
     def _check_slot(self) -> None:
         assert self._sql is not None

@@ -159,6 +159,10 @@ class ShapeObserver:
         self.changes = sum(change.before is not None for change in self._history.changes)
         """Shape changes since the state directory began, without first sightings of tables."""
 
+    def current(self, oid: int) -> ShapeChange | None:
+        """The record of a table's shape where the stream is."""
+        return self._current.get(oid)
+
     def observe(self, batch: CaptureBatch, sql: Connection) -> None:
         """Record durably which tables change shape in this batch. Raises ConnectionLost if the catalog is out of reach:
         nothing has happened then, and the batch may come again."""

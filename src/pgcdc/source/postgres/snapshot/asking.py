@@ -53,7 +53,9 @@ def check_readable(sql: Connection, publications: Sequence[str]) -> None:
             raise NoRight(error.message, f"{error.advice}; or deliver only changes: --snapshot-mode never") from None
 
 
-def find_table(conn: Connection, publications: Sequence[str], name: str, oid: int = 0) -> PublishedTable:
+def find_table(
+    conn: Connection, publications: Sequence[str], name: str, oid: int = 0, *, needs_key: bool = True
+) -> PublishedTable:
     """The meant table, if it can be read while the stream runs. SourceError with advice if not."""
     wanted = split_table(name)
     known: list[PublishedTable] = []
@@ -67,11 +69,11 @@ def find_table(conn: Connection, publications: Sequence[str], name: str, oid: in
         names = ", ".join(one.title for one in known[:10]) or "none"
         what = "is no longer captured" if oid else "is not captured"
         raise NeverReadable(f"table {name} {what}", f"Name one of those that are: {names}")
-    if not found.key:
+    if needs_key and not found.key:
         raise NeverReadable(
             f"table {found.title} has no primary key or replica identity index: its existing rows cannot be read while the "
             "stream goes on",
-            "Add a primary key; or start over with all tables: pgcdc resync --new-slot",
+            "Add a primary key; or read the table as a whole: pgcdc resync --table",
         )
     return found
 
@@ -295,7 +297,7 @@ def change_queue(queue: RequestQueue, content: dict[str, Any]) -> dict[str, Any]
         return {"id": None}
     if action == "add":
         request = make_request(content)
-        queue.add(request)
+        queue.ensure(request) if request.kind == "reload" else queue.add(request)
         return {"id": request.id}
     if action not in ("pause", "resume", "stop"):
         raise ConfigError(f"{action!r} cannot be done to a snapshot", "Give add, pause, resume, stop or list")

@@ -81,7 +81,7 @@ class BesideStream:
         self._attempt: _Attempt | None = None
         self._known: tuple[str, PublishedTable | None] = ("", None)
         """A request's table; the stream has passed the moment in which it was looked up."""
-        self._xids = StreamedXids()
+        self.xids = StreamedXids()
         self._moved: dict[str, MovedKeys] = {}
         self._size, self._due = FIRST_ROWS, 0.0
         self._discards = self._retries = 0
@@ -117,9 +117,10 @@ class BesideStream:
         """Changes of the stream, before they become visible."""
         if batch.part is None:
             return
-        self._xids.add(batch.transactions.column("xid").to_numpy())
+        self.xids.add(batch.transactions.column("xid").to_numpy())
         window = self._attempt.window if self._attempt is not None else None
-        moving = [one for one in self._queue.entries() if one.oid and not one.is_ended and not one.request.keys_file]
+        going = [one for one in self._queue.entries() if one.oid and not one.is_ended]
+        moving = [one for one in going if not one.request.keys_file and one.request.kind != "reload"]
         oids = {one.oid for one in moving} | ({window.oid} if window is not None else set())
         if not oids:
             return
@@ -174,7 +175,7 @@ class BesideStream:
             except SourceError as error:
                 self._fail(state.id, error)
                 return
-        self._attempt = _Attempt(state.id, order, window, self._xids.copy(), done)
+        self._attempt = _Attempt(state.id, order, window, self.xids.copy(), done)
         self._readers.start(order)
 
     def _choose_keys(self, state: RequestState, order: ChunkOrder, known: PublishedTable) -> tuple[ChunkOrder, int]:
@@ -185,7 +186,9 @@ class BesideStream:
             keys, done = read_candidates(file, state.keys_done, KEYS_PER_CHUNK, known)
         else:
             keys, done = self._moved_of(state.id).read(state.keys_done, KEYS_PER_CHUNK, known.key)
-        return replace(order, keys=keys, after=None, low=None, high=None, only_keys=bool(file)), done
+        return replace(
+            order, keys=keys, after=None, low=None, high=None, only_keys=state.request.kind == "vanished"
+        ), done
 
     def _moved_of(self, name: str) -> MovedKeys:
         if name not in self._moved:
@@ -210,7 +213,7 @@ class BesideStream:
             self._attempt = None
             self._fail(attempt.id, found)
         elif attempt.window is None:
-            self._xids.add(np.array(found.waiting_xids, np.int64))
+            self.xids.add(np.array(found.waiting_xids, np.int64))
             attempt.read = found
         elif found.table != attempt.order.known:
             self._known = ("", None)
@@ -227,7 +230,7 @@ class BesideStream:
             candidates = [
                 pa.array([one[at].encode() for one in order.keys or ()], pa.binary()) for at in range(len(key))
             ]
-            attempt.window.narrow(candidates if order.only_keys else attempt.chunk.key_columns)
+            attempt.window.narrow(candidates if order.keys is not None else attempt.chunk.key_columns)
 
     def _retry(self, delay_s: float) -> None:
         self._attempt, self._due = None, time.monotonic() + delay_s
@@ -269,7 +272,7 @@ class BesideStream:
         elif attempt.window.is_full:
             self._size = max(1, self._size // 4)
             self._discard(attempt, "too many of its rows change while they are read")
-        elif (made := self._rows(attempt)) is None:
+        elif (made := self._rows(attempt, is_repair=state.request.kind == "repair")) is None:
             self._discard(attempt, "the stream does not say which of its rows are changed (replica identity)")
         else:
             self._discards = 0
@@ -295,7 +298,8 @@ class BesideStream:
         if made:
             staged = self._releases.stage(made, read.time_us)
             hit("beside.staged")
-            release = self._releases.add(end, staged, relation, {"request": state.id, "after": after})
+            note = {"request": state.id, "after": after}
+            release = self._releases.add(end, staged, relation, note, adapters=state.request.adapters)
         self._advance(state.id, after)
         hit("beside.advanced")
         self._adapt(attempt, read)
@@ -333,20 +337,26 @@ class BesideStream:
             self._forget_ended()
 
     @staticmethod
-    def _rows(attempt: _Attempt) -> list[pa.RecordBatch] | None:
-        """The rows of a chunk as they are now, or vanished keys as deletes. None: the stream does not tell."""
+    def _rows(attempt: _Attempt, *, is_repair: bool) -> list[pa.RecordBatch] | None:
+        """The rows of a chunk as they are now, or vanished keys as deletes; for a repair both. None: the stream does not
+        tell."""
         order, known = attempt.order, attempt.order.known
         assert attempt.window is not None and attempt.chunk is not None and known is not None
+        found: list[pa.RecordBatch] = []
         if not order.only_keys:
             folded = attempt.window.fold(attempt.chunk)
-            return None if folded is None else list(attempt.chunk.rows_without(*folded))
+            if folded is None:
+                return None
+            found = list(attempt.chunk.rows_without(*folded))
+            if not is_repair:
+                return found
         keys = (tuple(one.encode() for one in key) for key in order.keys or ())
         gone = attempt.window.find_vanished(attempt.chunk, keys)
         if not gone:
-            return gone if gone is None else []
+            return gone if gone is None else found
         values = (dict(zip(known.key, key, strict=True)) for key in gone)
         rows = [[row.get(name) for name in known.columns] for row in values]
-        return [deleted_rows(pa.array(rows, CHANGES.field("old").type))]
+        return [*found, deleted_rows(pa.array(rows, CHANGES.field("old").type))]
 
     def _adapt(self, attempt: _Attempt, read: ChunkRead) -> None:
         """Chunks that take about a moment, and little memory."""

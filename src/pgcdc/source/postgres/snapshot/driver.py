@@ -5,6 +5,7 @@ There is one file of state (`requests.py`), one set of readers, and one log of r
 - *First*, here: the tables of the initial snapshot, in a snapshot that is held for them, chunks side by side. The stream is
   not read before all of them are released (the slot keeps it): rows and changes are in order without any comparison.
 - *Beside* the stream (`beside.py`): every other request, by key, each chunk in a snapshot of its own.
+- As a *reload* (`reload.py`): a whole table in one snapshot, for adapters that replace their copy of it.
 
 A held snapshot can be lost: its holder was killed, the server was restarted, the time limit was reached, or a table was
 truncated or rewritten. What is staged is released all the same. Tables of which nothing is released yet are read in a new
@@ -40,6 +41,7 @@ from pgcdc.source.postgres.snapshot.chunks import CHUNK_BYTES, plan_tables, publ
 from pgcdc.source.postgres.snapshot.held import hold_for_long, is_held, let_go
 from pgcdc.source.postgres.snapshot.reader import Answer, Readers, StageOrder
 from pgcdc.source.postgres.snapshot.releases import Release, Releases, Staged, find_staged, snapshot_mark
+from pgcdc.source.postgres.snapshot.reload import Reloads
 from pgcdc.source.postgres.snapshot.requests import PlannedTable, RequestQueue, SkipRule
 
 logger = logging.getLogger("pgcdc.capture")
@@ -65,6 +67,8 @@ class Snapshots:
         self.releases = Releases(self._folder, base, keeps_log=self.queue.initial.is_active)
         self.readers = Readers(options.db, publications, name, READERS)
         self.beside = BesideStream(options, self._folder, self.queue, self.releases, self.readers)
+        table_reader = Readers(options.db, publications, name, 1)
+        self.reloads = Reloads(self._folder, self.queue, self.releases, table_reader, self.beside.xids)
         self._held: set[int] = set()
         self._changed: dict[int, str] = {}  # Tables unreadable in their snapshot, and why
         self._losses, self._failures = 0, 0
@@ -114,7 +118,7 @@ class Snapshots:
         """Continue. `end` is the spool's end; if it `may_work`, everything read is in the spool. A returned release is
         durable; it must become visible before anything else."""
         if not self.is_first:
-            return self.beside.step(end, may_work=may_work)
+            return self.reloads.step(end, may_work=may_work) or self.beside.step(end, may_work=may_work)
         try:
             while (taken := self.readers.take()) is not None:
                 order, answer = taken
@@ -126,6 +130,7 @@ class Snapshots:
 
     def close(self) -> None:
         self.readers.close()
+        self.reloads.close()
 
     # --- first: tables of the initial snapshot
 
@@ -322,7 +327,10 @@ class Snapshots:
             if sql is None or sql.closed:
                 raise ConnectionLost("the server is not connected")
             with explain_errors("look at the table"):
-                check_table(sql, find_table(sql, self._publications, request.table), request.where)
+                needs_key = request.kind != "reload"
+                table = find_table(sql, self._publications, request.table, request.oid, needs_key=needs_key)
+                check_table(sql, table, request.where)
+            content = {**content, "id": request.id, "oid": request.oid if needs_key else table.relation.oid}
         return change_queue(self.queue, content) | {"snapshots": self.beside.status()}
 
     def status(self, server_lsn: int) -> dict[str, Any] | None:

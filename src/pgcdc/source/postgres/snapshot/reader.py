@@ -1,12 +1,14 @@
 """Reads chunks of tables, in processes of their own: so the stream never waits for a table, nor one chunk for another.
 
-There are two kinds of orders, with the same COPY:
+There are three kinds of orders, with the same COPY:
 
 - `StageOrder`: a part of the plan of an initial snapshot, read in the snapshot that is held for it, into a durable file.
 - `ChunkOrder`: the next rows of a table that is read beside the stream, in a snapshot of their own. Their table is locked
   against ALTER and TRUNCATE for that moment (ACCESS SHARE, as any SELECT). Then it is waited until what the snapshot could
   see is flushed: a commit that was not (synchronous_commit = off) could be lost by a crash of the server, and would not be
   in the stream before either.
+- `TableOrder`: a whole table for its reload, in one snapshot, into durable files. What the snapshot could see is waited for
+  as well.
 
 A process has one session and gets one order at a time. It ends with the capture. One that dies counts as a lost
 connection: its order is given again.
@@ -23,7 +25,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import islice, pairwise
 from multiprocessing.connection import Connection as Pipe
 from multiprocessing.context import ForkProcess
 from pathlib import Path
@@ -47,6 +49,7 @@ CHUNK_BYTES = 8 << 20
 FLUSH_POLL_S = 0.02
 PARENT_POLL_S = 1.0
 _BATCH_BYTES = 1 << 20
+TABLE_BATCHES = 16  # In each file of a whole table: others need not wait for more
 _PASSING = ("40", "55P03", "57014")  # Conflicts, deadlocks, locks and cancelled statements: the next attempt may do
 _FORK = multiprocessing.get_context("fork")
 
@@ -99,6 +102,16 @@ class ChunkOrder:
         return copy_statement(self.columns, table.source, conditions, f" ORDER BY {key}{tail}")
 
 
+@dataclass(frozen=True, slots=True)
+class TableOrder:
+    """All rows of a table, to be read in a new snapshot."""
+
+    id: str
+    table: str
+    oid: int
+    folder: Path
+
+
 @dataclass(slots=True)
 class ChunkRead:
     """What was read, and the details of that moment."""
@@ -113,11 +126,12 @@ class ChunkRead:
     time_us: int = 0
     seconds: float = 0.0
     estimated_rows: int = 0
+    files: list[Staged] = field(default_factory=list)  # The rows of a whole table
     waiting_xids: tuple[int, ...] = ()
     """Of a look: transactions that wait for a synchronous standby. They may have been streamed to an earlier process."""
 
 
-Order = StageOrder | ChunkOrder
+Order = StageOrder | ChunkOrder | TableOrder
 Answer = Staged | ChunkRead | PgcdcError
 
 
@@ -136,7 +150,10 @@ class Reader:
             with explain_errors(f"read table {order.table}"):
                 if isinstance(order, StageOrder):
                     return self._stage(order)
-                read = self._look(order) if order.known is None else self._copy(order, order.known)
+                if isinstance(order, TableOrder):
+                    read = self._copy_table(order)
+                else:
+                    read = self._look(order) if order.known is None else self._copy(order, order.known)
                 self._await_flush(read)
                 return read
         except PgcdcError as error:
@@ -223,6 +240,32 @@ class Reader:
             conn.execute("COMMIT")
         read.is_last = is_whole and (order.keys is not None or read.rows < order.limit)
         read.seconds = time.monotonic() - begun
+        return read
+
+    def _copy_table(self, order: TableOrder) -> ChunkRead:
+        conn = self._begin()
+        conn.execute(_SHOW_ALL)
+        table = find_table(conn, self._publications, order.table, order.oid, needs_key=False)
+        conn.execute("ROLLBACK")
+        conn = self._begin()
+        conn.execute(_SHOW_ALL)
+        lock_chunks(conn, [Chunk(table.relation.namespace, table.relation.name, is_root=table.kind == "p")])
+        row = conn.execute(_MOMENT).fetchone()
+        assert row is not None
+        if find_table(conn, self._publications, order.table, order.oid, needs_key=False) != table:
+            raise ConnectionLost(f"table {table.title} was altered at this moment")
+        read, columns = ChunkRead(table, snapshot=row[0], time_us=row[1]), len(table.columns)
+        statement = copy_statement(table.columns, table.source, [table.row_filter])
+        rows = copy_rows(conn, statement, columns, batch_bytes=_BATCH_BYTES)
+        while True:
+            hit("reader.table")
+            batches = (snapshot_rows(values, columns) for values in islice(rows, TABLE_BATCHES))
+            staged = stage_rows(order.folder, batches, f"{order.id}-{len(read.files)}", read.time_us)
+            if not staged.rows:
+                break
+            read.files.append(staged)
+        read.rows = sum(one.rows for one in read.files)
+        conn.execute("COMMIT")
         return read
 
     def _copy_values(self, conn: Connection, order: ChunkOrder, read: ChunkRead) -> None:

@@ -29,6 +29,7 @@ from pgcdc.core.position import LAST_CHUNK, MAX_CHUNK_ROWS, SNAPSHOT, Position
 from pgcdc.core.relation import OldKind, Op, Relation, Relations
 from pgcdc.core.state import append_lines, fsync_folder, read_lines
 from pgcdc.source.postgres.snapshot.copy import row_lists
+from pgcdc.spool.audience import ADDRESSED, Letter, append_letter, drop_letters
 from pgcdc.spool.schema import CHANGES, TRANSACTIONS
 from pgcdc.spool.segment import CaptureBatch, Part, Written, checksum_file
 
@@ -52,6 +53,7 @@ class Release:
     staged: Staged
     relation: dict[str, Any] | None  # The rows' shape; None if none is a row of a table
     note: dict[str, Any]  # What the releaser must know after a crash
+    adapters: tuple[str, ...] = ()  # Who gets the rows; (): everybody
 
     @property
     def end(self) -> Position:
@@ -110,7 +112,8 @@ class Releases:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.keeps_log = folder, keeps_log
         """Whether the whole log is needed, including delivered rows: an initial snapshot is running."""
-        self._log = folder / "releases.jsonl"
+        self._log, self._audience = folder / "releases.jsonl", folder / "audience.jsonl"
+        drop_letters(self._audience, base)
         raws = read_lines(self._log)
         self._known = [_RELEASE.validate_python(raw) for raw in raws]
         self.found = [(one.note, one.staged.rows) for one in self._known if one.note]
@@ -118,15 +121,27 @@ class Releases:
         self.forget(base)
 
     def add(
-        self, after: Position, staged: Staged, relation: Relation | None, note: dict[str, Any] | None = None
+        self,
+        after: Position,
+        staged: Staged,
+        relation: Relation | None,
+        note: dict[str, Any] | None = None,
+        *,
+        adapters: tuple[str, ...] = (),
+        reload: str = "",
+        is_last: bool = False,
     ) -> Release:
-        """Release rows behind `after`, the spool's end; the release then owns their file. Durable."""
+        """Release rows behind `after`, the spool's end; the release then owns their file. Durable. With `adapters`, only
+        these get them; `reload` and `is_last` say what they are to them (`Letter`)."""
         if staged.rows > MAX_CHUNK_ROWS:
             raise SpoolError(f"a chunk of {staged.rows} rows is too large", "Choose smaller chunks")
         if not self.has_place(after):
             raise SpoolError(f"rows of a snapshot have no place behind {after}")
         chunk = after.chunk + 1 if after.is_snapshot else 0
-        release = Release(after.commit, chunk, staged, relation.to_json() if relation else None, note or {})
+        release = Release(after.commit, chunk, staged, relation.to_json() if relation else None, note or {}, adapters)
+        if adapters:
+            first, oid = str(Position.of_chunk(after.commit, chunk, 0)), relation.oid if relation else 0
+            append_letter(self._audience, Letter(first, str(release.end), adapters, reload, oid, is_last))
         hit("releases.before_log")
         append_lines(self._log, [asdict(release)])
         hit("releases.after_log")
@@ -178,7 +193,9 @@ class Releases:
                 rows = file.get_batch(number)
                 end = release.end if number == file.num_record_batches - 1 else None
                 time_us = release.staged.time_us
-                yield number_rows(rows, release.commit, ordinal, relation, relations, time_us=time_us, end=end)
+                origin = ADDRESSED if release.adapters else None
+                place = (release.commit, ordinal, relation, relations)
+                yield number_rows(rows, *place, time_us=time_us, end=end, origin=origin)
                 ordinal += rows.num_rows
 
 
@@ -191,6 +208,7 @@ def number_rows(
     *,
     time_us: int,
     end: Position | None = None,
+    origin: str | None = None,
 ) -> CaptureBatch:
     """Rows with their final positions and versions, behind `ordinal`. `end`: they are the last of their chunk."""
     of_table = rows.column("relation").to_numpy() >= 0
@@ -204,7 +222,7 @@ def number_rows(
     )
     owner = {"commit": commit, "kind": SNAPSHOT, "commit_time": time_us, "xid": 0, "rows": rows.num_rows}
     transactions = pa.RecordBatch.from_pylist(
-        [{**owner, "complete": end is not None, "origin": None}], schema=TRANSACTIONS
+        [{**owner, "complete": end is not None, "origin": origin}], schema=TRANSACTIONS
     )
     last = (ordinal + rows.num_rows, 0)
     part = Part(rows.num_rows, data.nbytes, last, data)

@@ -28,10 +28,12 @@ from pgcdc.source.postgres.snapshot.chunks import Chunk
 from pgcdc.source.postgres.snapshot.held import Hold
 from pgcdc.source.postgres.snapshot.releases import Staged
 
-KINDS = ("incremental", "initial", "added", "always", "vanished")
+KINDS = ("incremental", "initial", "added", "always", "vanished", "repair", "reload")
 """Requested by a user; the rest of an interrupted initial snapshot; a table new in the publication; at every start; a sink's
-keys that the table may have lost."""
-RETRIED = ("initial", "added")
+keys that the table may have lost; keys whose rows some adapters get again; a table whose content some adapters replace."""
+BY_KEYS = ("vanished", "repair")
+ADDRESSED = ("repair", "reload")
+RETRIED = ("initial", "added", "repair", "reload")
 """Kinds that nobody requests again: their rows would be missing forever, so a failed one is retried."""
 RETRY_S, MAX_RETRY_S = 1.0, 300.0
 KEPT_FINISHED = 20
@@ -152,17 +154,20 @@ class SnapshotRequest:
     """The smallest key, as text, in the order of PublishedTable.key; None: from the first."""
     high: tuple[str, ...] | None = None  # The first unwanted key; None: to the last
     keys_file: str = ""
-    """For vanished keys: a file with a key per line, a JSON array of texts in the order of PublishedTable.key."""
+    """Of given keys: a file with a key per line, a JSON array of texts in the order of PublishedTable.key."""
     chunk_size: int = 0  # Rows at a time; 0: as many as can be read in a moment
     chunk_delay_s: float = 0.0  # How long to rest between chunks
     oid: int = 0  # The meant table, whatever its name by then; 0: the one that has the name when it is looked up
+    adapters: tuple[str, ...] = ()  # Who gets the rows; (): everybody
 
     def check(self) -> None:
         """Raise ConfigError if invalid."""
         if self.kind not in KINDS:
             raise ConfigError(f"{self.kind!r} is not a kind of snapshot", f"Give one of: {', '.join(KINDS)}")
-        if (self.kind == "vanished") != bool(self.keys_file):
-            raise ConfigError("a file of keys belongs to the kind vanished, and only to it")
+        if (self.kind in BY_KEYS) != bool(self.keys_file):
+            raise ConfigError(f"a file of keys belongs to the kinds {' and '.join(BY_KEYS)}, and only to them")
+        if (self.kind in ADDRESSED) != bool(self.adapters):
+            raise ConfigError(f"adapters belong to the kinds {' and '.join(ADDRESSED)}, and only to them")
         if self.chunk_size < 0 or self.chunk_delay_s < 0:
             raise ConfigError("chunk size and chunk delay are not below 0", "0 is the default of both")
 
@@ -250,18 +255,26 @@ class RequestQueue:
         """All known ones: active ones in order, and the last ended ones."""
         return list(self._states.values())
 
-    def next(self) -> RequestState | None:
-        """The next request to work on, or None. A failed one comes last, when it is due."""
-        going = [one for one in self._states.values() if one.status in ("queued", "running")]
+    def next(self, *, is_reload: bool = False) -> RequestState | None:
+        """The next request to work on, or None: a reload, or any other. A failed one comes last, when it is due."""
+        mine = [one for one in self._states.values() if (one.request.kind == "reload") == is_reload]
+        going = [one for one in mine if one.status in ("queued", "running")]
         if not going:
             now = time.time()
-            going = [one for one in self._states.values() if one.is_retried and one.retry_at <= now]
+            going = [one for one in mine if one.is_retried and one.retry_at <= now]
         return next((one for one in going if one.status == "running"), going[0] if going else None)
 
     def add(self, *requests: SnapshotRequest) -> None:
         """Queue requests, all or none."""
         self._add(requests)
         self.save()
+
+    def ensure(self, request: SnapshotRequest) -> None:
+        """Queue a request unless it waits or runs already: who asks for it may ask again after a crash."""
+        known = self._states.get(request.id)
+        if known is None or known.is_ended:
+            self._states.pop(request.id, None)
+            self.add(request)
 
     def move_rest(self, table: PlannedTable) -> None:
         """A table's snapshot was lost: request the rest and remove it from the plan, in one step."""

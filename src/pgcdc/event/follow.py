@@ -1,0 +1,73 @@
+"""Whether a copy of a table can follow a change of its shape exactly, or has to be read again.
+
+What old rows have after ALTER TABLE is known only if the catalog proves it: columns by their numbers, the constant that old
+rows have in a new column, and that the table was not rewritten meanwhile (a default that is computed for each row, USING, a
+type with other bytes). Whatever is not proven is a reason to read the table again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from pgcdc.core.relation import ShapeChange
+from pgcdc.event.edits import SimpleChain
+from pgcdc.event.shape import diff_shapes
+
+Difference = dict[str, Any]
+Details = Mapping[str, Any]
+
+_FREE = {"table_renamed", "columns_reordered", "replica_identity_changed", "types_changed"}
+"""What leaves the values of all rows alone, whether the catalog was read in time or not."""
+_NEW_VALUES = {"column_added", "column_replaced", "column_type_changed"}
+_ADDED = ("column_added", "column_replaced")
+
+
+def behind(change: ShapeChange, chain: SimpleChain) -> ShapeChange:
+    """The same change behind the transforms of an adapter."""
+    after, details = chain.describe(change.after, change.details)
+    before, old = chain.describe(change.before, change.before_details) if change.before else (None, None)
+    return replace(change, after=after, before=before, details=_plain(details), before_details=_plain(old))
+
+
+def _plain(details: Details | None) -> dict[str, Any] | None:
+    return None if details is None else dict(details)
+
+
+def why_reload(change: ShapeChange, differences: Sequence[Difference], *, is_partial: bool = False) -> str:
+    """Why a copy cannot follow these differences (of `diff_shapes`); "" if it can. `is_partial`: transforms also do what
+    nobody knows here."""
+    kinds = {one["type"] for one in differences}
+    old, new = change.before_details, change.details
+    moved = next((one for one in differences if one["type"] == "partitions_changed"), None)
+    if moved is not None and (moved["removed"] or moved["rewritten"] or moved["attached"]):
+        return "partitions with rows were attached, detached, truncated or rewritten, which no event tells"
+    if "published_changed" in kinds:
+        return "the row filter or column list of its publication was changed"
+    if kinds <= _FREE | {"partitions_changed"}:
+        return ""
+    if old is None or new is None:
+        return "it was altered again before its catalog could be read, so its old rows are not known"
+    if is_partial and kinds & _NEW_VALUES:
+        return "its columns were changed, and only the transforms know what becomes of old rows"
+    added = sum(one["type"] in _ADDED for one in differences)
+    if "natts" in old and "natts" in new and new["natts"] - old["natts"] != added and kinds & _NEW_VALUES:
+        return "columns were added and dropped in between"
+    if kinds & _NEW_VALUES and not _is_same_file(old, new):
+        return "its rows were rewritten by ALTER TABLE (a default that is computed, a type change)"
+    return ""
+
+
+def _is_same_file(old: Details, new: Details) -> bool:
+    """Whether the table was not rewritten between two looks, so that old rows have what the catalog says."""
+    if "leaves" in old and "leaves" in new:
+        return all(old["leaves"].get(oid, file) == file for oid, file in new["leaves"].items())
+    return old.get("filenode") is not None and old.get("filenode") == new.get("filenode")
+
+
+def follow_shape(change: ShapeChange, chain: SimpleChain) -> tuple[list[Difference], str]:
+    """What is different behind an adapter's transforms, and why its copy cannot follow."""
+    shown = behind(change, chain)
+    differences = diff_shapes(shown)
+    return differences, why_reload(change, diff_shapes(change), is_partial=chain.is_partial)

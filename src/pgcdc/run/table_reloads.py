@@ -1,0 +1,99 @@
+"""Tables whose copies are replaced: what adapters hold (`sink/holds.py`) becomes requests to the capture, after a crash as
+well; and users hold tables themselves, of a pipeline that runs or one that has stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pgcdc.capture.control import CaptureLink, ask
+from pgcdc.core.errors import ConfigError, ConnectionLost, PgcdcError, StateError
+from pgcdc.core.relation import Relation
+from pgcdc.core.state import Lock, StateDir
+from pgcdc.postgres.database import name_table, split_table
+from pgcdc.run.progress import Every
+from pgcdc.sink.contract import Progress
+from pgcdc.sink.holds import Hold, new_hold
+
+if TYPE_CHECKING:
+    from pgcdc.run.supervisor import Lanes
+
+INTERVAL_S = 0.25
+ASKED_FOR = "asked for by pgcdc resync"
+
+
+class TableReloads:
+    """Asks the capture for what adapters hold, in the thread that watches the lanes."""
+
+    def __init__(self, link: CaptureLink, lanes: Lanes, say: Callable[[str], None]) -> None:
+        self._link, self._lanes, self._say = link, lanes, say
+        self._asked: set[str] = set()
+        self._is_due = Every(INTERVAL_S)
+
+    def follow(self) -> None:
+        if not self._is_due():
+            return
+        for member in self._lanes.members():
+            for oid, hold in list(member.sink.progress.holds.items()):
+                if hold.table and hold.id not in self._asked:
+                    self._ask(member.name, oid, hold)
+
+    def _ask(self, adapter: str, oid: int, hold: Hold) -> None:
+        wanted = {"id": hold.id, "table": hold.table, "kind": "reload", "oid": oid, "adapters": [adapter]}
+        try:
+            self._link.request({"do": "snapshot", "action": "add", **wanted})
+        except ConnectionLost:
+            return  # the next look tries again
+        except PgcdcError as error:
+            self._say(f"adapter {adapter}: table {hold.table} cannot be read again: {error}")
+        self._asked.add(hold.id)
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Hold tables of an adapter, between two of its batches."""
+        member = next((one for one in self._lanes.members() if one.name == request["adapter"]), None)
+        if member is None:
+            names = ", ".join(one.name for one in self._lanes.members())
+            raise ConfigError(f"there is no adapter {request['adapter']!r}", f"There are: {names}")
+        _check_keyed(member.sink.progress)
+        held = {int(oid): new_hold(table, ASKED_FOR) for oid, table in request["tables"].items()}
+        member.submit_other(lambda: member.sink.holds.add(held))
+        return {"ids": [one.id for one in held.values()]}
+
+
+def hold_tables(state: StateDir, captured: Sequence[Relation], tables: Sequence[str], adapters: Sequence[str]) -> None:
+    """Have these adapters replace their copies of these tables. If the pipeline has stopped, it does so when it starts."""
+    known = {(one.namespace, one.name): one for one in captured}
+    wanted = {}
+    for name in dict.fromkeys(map(split_table, tables)):
+        if name not in known:
+            names = ", ".join(name_table(*one) for one in known) or "none"
+            raise ConfigError(f"table {name_table(*name)} is not captured", f"Captured are: {names}")
+        wanted[known[name].oid] = name_table(*name)
+    for adapter in adapters:
+        if not (state.acks / f"{adapter}.json").exists():
+            names = ", ".join(sorted(one.stem for one in state.acks.glob("*.json"))) or "none"
+            raise ConfigError(f"there is no adapter {adapter!r} in {state.path}", f"There are: {names}")
+    if Lock.holder(state.run_lock) is not None:
+        for adapter in adapters:
+            request = {"do": "hold", "adapter": adapter, "tables": {str(oid): name for oid, name in wanted.items()}}
+            if not ask(state.run_lock, request):
+                raise StateError("the pipeline is starting or stopping", "Try again in a moment")
+        return
+    lock = Lock(state.run_lock)
+    if lock.acquire() is None:
+        raise StateError("the pipeline is just starting", "Try again in a moment")
+    try:
+        for adapter in adapters:
+            progress = Progress(state.acks, adapter)
+            _check_keyed(progress)
+            progress.hold({**progress.holds, **{oid: new_hold(name, ASKED_FOR) for oid, name in wanted.items()}})
+    finally:
+        lock.release()
+
+
+def _check_keyed(progress: Progress) -> None:
+    if not progress.is_keyed:
+        raise ConfigError(
+            f"adapter {progress.name} keeps no copies of tables that could be replaced",
+            "Deliver the rows to all adapters instead: pgcdc resync --table without --adapter",
+        )

@@ -1,0 +1,243 @@
+"""The target's tables follow those of the source: exactly, where the catalog of the source proves what became of old rows;
+else ReloadNeeded, and the table comes whole. Nothing but columns that the source has dropped is ever dropped, and these only
+where their name is needed again."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import psycopg
+
+from pgcdc.core.errors import ReloadNeeded, SinkError
+from pgcdc.core.relation import ShapeChange
+from pgcdc.event.edits import SimpleChain
+from pgcdc.event.follow import Difference, behind, follow_shape
+from pgcdc.postgres.database import name_table, quote_identifier, quote_literal, quote_qualified
+from pgcdc.sink.pg_table.options import TableName
+from pgcdc.sink.pg_table.tables import SourceTable, Targets, TargetTable, describe_source
+
+_CONSTRAINT = """
+SELECT conname::text FROM pg_constraint WHERE conrelid = to_regclass(%s) AND contype = 'p'
+"""
+_UNFIT = (
+    psycopg.DataError,
+    psycopg.IntegrityError,
+    psycopg.errors.CannotCoerce,
+    psycopg.errors.DatatypeMismatch,
+    psycopg.errors.UndefinedFunction,
+    psycopg.errors.FeatureNotSupported,
+)
+
+
+def follow(targets: Targets, change: ShapeChange, chain: SimpleChain, earlier: Collection[int] = ()) -> None:
+    """Repeat a change of a source table at the target. `earlier`: tables (oid) that had its name before. Raises
+    ReloadNeeded if the rows cannot follow."""
+    if targets.options.evolve != "full" or not chain.has(change.after):
+        return
+    name = targets.name_of((change.after.namespace, change.after.name))
+    if change.before is None:
+        if earlier and targets.find(name) is None:
+            targets.were_there.discard(name)
+        elif earlier:
+            raise _needed(change, "it was dropped and made again")
+        return
+    old = targets.name_of((change.before.namespace, change.before.name))
+    if targets.find(old) is None and (old == name or targets.find(name) is None):
+        return  # it comes with its first row
+    differences, reason = follow_shape(change, chain)
+    if old != name:
+        reason = reason or _rename(targets, old, name)
+    if reason:
+        raise _needed(change, reason)
+    target = targets.find(name)
+    if target is not None:
+        _follow_columns(targets, target, differences, change)
+        _follow_key(targets, name, change, chain)
+
+
+def rebuild(targets: Targets, source: SourceTable, key: tuple[str, ...], history: Sequence[ShapeChange]) -> None:
+    """An empty table with the source's columns and key, whatever was there. Columns whose type is nobody's we know stay:
+    somebody has chosen it."""
+    name, columns = targets.name_of(source.name), list(source.types)
+    for one in history:  # it was renamed while it was left out
+        old = targets.name_of((one.after.namespace, one.after.name))
+        if old != name and old in targets.were_there and targets.find(name) is None:
+            _rename(targets, old, name)
+    target = targets.find(name)
+    if target is None:
+        targets.were_there.discard(name)
+        targets.prepare(source, columns, key)
+        return
+    _truncate(targets, target)
+    types, _ = targets.types(source, columns)
+    ours = {column: {kind for one in history for kind in _types_of(one).get(column, ())} for column in columns}
+    for column, kind in types.items():
+        had = target.columns.get(column)
+        if had is not None and had.type != kind and (had.type in ours[column] or had.type == "text"):
+            _alter(targets, target, f"DROP COLUMN {quote_identifier(column)}")
+    for column, had in target.columns.items():
+        if column not in types and had.is_required:
+            _alter(targets, target, f"ALTER COLUMN {quote_identifier(column)} DROP NOT NULL")
+    target = targets.prepare(source, columns, key)
+    _set_key(targets, target, key)
+    targets.say(f"table {target.title} is empty, and gets its rows again")
+
+
+def _types_of(change: ShapeChange) -> dict[str, tuple[str, ...]]:
+    return dict(describe_source(change.after, change.details).types)
+
+
+def _needed(change: ShapeChange, reason: str) -> ReloadNeeded:
+    return ReloadNeeded({change.after.oid: (name_table(change.after.namespace, change.after.name), reason)})
+
+
+def _truncate(targets: Targets, target: TargetTable) -> None:
+    try:
+        with targets.conn.transaction():
+            targets.conn.execute(f"TRUNCATE {target.sql}".encode())
+    except psycopg.errors.FeatureNotSupported:  # another table refers to it
+        targets.conn.execute(f"DELETE FROM {target.sql}".encode())
+
+
+# --- tables
+
+
+def _rename(targets: Targets, old: TableName, new: TableName) -> str:
+    """Rename the target's table. Returns why the new one has to be read again instead."""
+    if targets.find(old) is None:
+        return ""
+    if targets.find(new) is not None:
+        if new in targets.were_there:  # of another table that was renamed as well
+            return f"it was renamed from {name_table(*old)}, and the target still has a table of the new name"
+        raise SinkError(
+            f"table {name_table(*old)} was renamed to {name_table(*new)} at the source, but the target has a table of that "
+            "name which is not ours: rows of two tables would be mixed",
+            f"Rename that one: ALTER TABLE {quote_qualified(*new)} RENAME TO ...",
+        )
+    action = f"cannot rename table {name_table(*old)} at the target"
+    targets.create_schema(new[0], action)
+    if old[1] != new[1]:
+        targets.run(f"ALTER TABLE {quote_qualified(*old)} RENAME TO {quote_identifier(new[1])}", action)
+    if old[0] != new[0]:
+        moved = quote_qualified(old[0], new[1])
+        targets.run(f"ALTER TABLE {moved} SET SCHEMA {quote_identifier(new[0])}", action)
+    targets.forget_all()
+    targets.were_there.discard(old)
+    targets.say(f"table {name_table(*old)} renamed to {name_table(*new)}")
+    return ""
+
+
+# --- columns
+
+
+def _follow_columns(
+    targets: Targets, target: TargetTable, differences: Iterable[Difference], change: ShapeChange
+) -> None:
+    found: dict[str, list[Any]] = {}
+    for one in differences:
+        found.setdefault(one["type"], []).append(one)
+    for one in found.get("column_removed", ()):
+        had = target.columns.get(one["column"])
+        if had is not None and had.is_required and one["column"] not in target.primary_key:
+            _alter(targets, target, f"ALTER COLUMN {quote_identifier(one['column'])} DROP NOT NULL")
+            targets.say(f"table {target.title}: column {one['column']} may be empty, the source no longer has it")
+    renames = {one["from"]: one["to"] for one in found.get("column_renamed", ()) if one["from"] in target.columns}
+    replaced = {one["column"]: one for one in found.get("column_replaced", ()) if one["column"] in target.columns}
+    added = {one["column"]: one for one in [*found.get("column_added", ()), *replaced.values()]}
+    # What stands in the way: columns that the source dropped earlier, and those that are replaced.
+    for column in {*renames.values(), *added} & (set(target.columns) - set(renames)):
+        _alter(targets, target, f"DROP COLUMN {quote_identifier(column)}")
+    aside = {old: f"pgcdc_moving_{number}" for number, old in enumerate(renames)} if len(renames) > 1 else {}
+    for old, between in aside.items():
+        _alter(targets, target, f"RENAME COLUMN {quote_identifier(old)} TO {quote_identifier(between)}")
+    for old, new in renames.items():
+        here = quote_identifier(aside.get(old, old))
+        _alter(targets, target, f"RENAME COLUMN {here} TO {quote_identifier(new)}")
+        targets.say(f"table {target.title}: column {old} renamed to {new}")
+    for one in found.get("column_type_changed", ()):
+        _retype(targets, target.name, one)
+    if added:
+        _add(targets, target, added, change)
+
+
+def _add(targets: Targets, target: TargetTable, added: dict[str, Difference], change: ShapeChange) -> None:
+    source = describe_source(change.after, change.details)
+    wanted = {column: source.types.get(column) or (one["new_type"],) for column, one in added.items()}
+    types, note = targets.types(SourceTable(source.name, wanted), added)
+    for column, kind in types.items():
+        quoted, default = quote_identifier(column), added[column].get("default")
+        text = f"{quote_literal(default)}::{kind}" if default is not None else ""
+        _alter(targets, target, f"ADD COLUMN {quoted} {kind}{f' DEFAULT {text}' if text else ''}")
+        if text:  # old rows have it now; new ones bring their own value
+            _alter(targets, target, f"ALTER COLUMN {quoted} DROP DEFAULT")
+    values = {column: one["default"] for column, one in added.items() if one.get("default") is not None}
+    old = f"; old rows have {', '.join(f'{column} = {value}' for column, value in values.items())}" if values else ""
+    targets.say(f"table {target.title}: column {', '.join(added)} added{note}{old}")
+
+
+def _retype(targets: Targets, name: TableName, one: Difference) -> None:
+    """Only columns that had the source's type: another one was somebody's choice."""
+    target = targets.find(name)
+    assert target is not None
+    column, old, new = one["column"], one["old_type"], one["new_type"]
+    known = targets.existing([old, new])
+    old, new = (kind if kind in known else "text" for kind in (old, new))
+    had = target.columns.get(column)
+    if had is None or had.type != old or had.type == new:
+        return
+    quoted = quote_identifier(column)
+    action = f"ALTER COLUMN {quoted} TYPE {new} USING"
+    try:
+        with targets.conn.transaction():
+            _alter(targets, target, f"{action} ({quoted})::{new}")
+    except (psycopg.errors.CannotCoerce, psycopg.errors.DatatypeMismatch):  # written as text, and read again
+        _alter(targets, target, f"{action} ({quoted}::text)::{new}")
+    targets.say(f"table {target.title}: column {column} is {new} now, it was {old}")
+
+
+# --- keys
+
+
+def _follow_key(targets: Targets, name: TableName, change: ShapeChange, chain: SimpleChain) -> None:
+    """Give the target's table the source's key, if it had the one before. ReloadNeeded: its rows do not allow it."""
+    shown, target = behind(change, chain), targets.find(name)
+    assert target is not None and shown.before is not None
+    old = describe_source(shown.before, shown.before_details).key
+    new = describe_source(shown.after, shown.details).key
+    renamed = {one["from"]: one["to"] for one in follow_shape(change, chain)[0] if one["type"] == "column_renamed"}
+    had = tuple(renamed.get(column, column) for column in old)
+    if set(had) == set(new) or set(target.primary_key) != set(had):
+        return
+    try:
+        with targets.conn.transaction():
+            _set_key(targets, target, new)
+    except _UNFIT as error:
+        raise _needed(change, f"the rows at the target do not fit its new key: {error.diag.message_primary}") from None
+
+
+def _set_key(targets: Targets, target: TargetTable, key: tuple[str, ...]) -> None:
+    if set(target.primary_key) == set(key):
+        return
+    found = targets.conn.execute(_CONSTRAINT, (target.sql,)).fetchone()
+    if found is not None:
+        _alter(targets, target, f"DROP CONSTRAINT {quote_identifier(found[0])}")
+        for column in target.primary_key:
+            if column not in key and column in target.columns:
+                _alter(targets, target, f"ALTER COLUMN {quote_identifier(column)} DROP NOT NULL")
+    if key:
+        _alter(targets, target, f"ADD PRIMARY KEY ({', '.join(map(quote_identifier, key))})")
+    shown = ", ".join(key) if key else "nothing: rows are found by all their values"
+    targets.say(f"table {target.title}: its key is {shown} now")
+
+
+def _alter(targets: Targets, target: TargetTable, action: str) -> None:
+    statement = f"ALTER TABLE {target.sql} {action}"
+    try:
+        targets.run(statement, f"cannot alter table {target.title} at the target")
+    except psycopg.errors.DependentObjectsStillExist as error:
+        raise SinkError(
+            f"cannot alter table {target.title} at the target: {error.diag.message_primary}",
+            f"Drop what depends on it there, or run: {statement} CASCADE",
+        ) from error
+    targets.forget(target.name)

@@ -1,0 +1,246 @@
+"""Reloads: some adapters replace their copy of one table, whatever that was like before, while the stream goes on.
+
+1. The window opens: from now on every change of the table that goes to the spool is kept here, too.
+2. The whole table is read in one snapshot, into files.
+3. When the stream has passed everything that the snapshot could see, a TRUNCATE is released, then file by file the rows, and
+   at last the changes of the window that the snapshot did not see. These releases are addressed: others do not get them.
+
+An adapter takes nothing else of this table between the first and the last release (`sink/holds.py`), so its copy is then
+what the table is at that place of the stream. No key is needed, and no row is compared. Whatever comes between (a crash, an
+ALTER TABLE) only makes it begin again: the TRUNCATE comes first each time.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from pgcdc.core.errors import ConnectionLost, PgcdcError, reconnect_delay_s
+from pgcdc.core.failpoint import hit
+from pgcdc.core.position import Position
+from pgcdc.core.relation import Op, Relation, ShapeChange
+from pgcdc.source.postgres.snapshot.asking import NeverReadable
+from pgcdc.source.postgres.snapshot.reader import ChunkRead, Readers, TableOrder
+from pgcdc.source.postgres.snapshot.releases import Release, Releases, Staged, snapshot_mark, truncated_rows
+from pgcdc.source.postgres.snapshot.requests import RequestQueue, RequestState
+from pgcdc.source.postgres.snapshot.window import StreamedXids, is_visible
+from pgcdc.spool.schema import CHANGES
+from pgcdc.spool.segment import CaptureBatch
+
+logger = logging.getLogger("pgcdc.capture")
+
+WINDOW_BYTES = 32 << 20  # What a window keeps in memory; the rest is on disk
+_KEPT = pa.schema([*CHANGES, ("xid", pa.int64())])
+
+
+class TableWindow:
+    """The changes of one table since it was opened, in order, with their transactions."""
+
+    def __init__(self, path: Path, oid: int) -> None:
+        self._path, self.oid = path, oid
+        self.relations: set[Relation] = set()  # The shapes that they had
+        self._parts: list[pa.RecordBatch] = []
+        self._nbytes = 0
+        self._writer: pa.ipc.RecordBatchStreamWriter | None = None
+
+    def see(self, batch: CaptureBatch) -> None:
+        if batch.part is None:
+            return
+        data = batch.part.load_batch()
+        versions: npt.NDArray[np.int32] = data.column("relation").to_numpy()
+        mine = [one for one in np.unique(versions).tolist() if one >= 0 and batch.relations[one].oid == self.oid]
+        if not mine:
+            return
+        self.relations.update(batch.relations[one] for one in mine)
+        rows = np.flatnonzero(np.isin(versions, mine))
+        counts = batch.transactions.column("rows").to_numpy()
+        xids = np.repeat(batch.transactions.column("xid").to_numpy(), counts)[rows]
+        taken = data.take(pa.array(rows))  # copied: a slice would keep the whole batch in memory
+        self._parts.append(pa.RecordBatch.from_arrays([*taken.columns, pa.array(xids, pa.int64())], schema=_KEPT))
+        self._nbytes += taken.nbytes
+        if self._nbytes > WINDOW_BYTES:
+            self._writer = self._writer or pa.ipc.new_stream(self._path, _KEPT)
+            for part in self._parts:
+                self._writer.write_batch(part)
+            self._parts, self._nbytes = [], 0
+
+    def unseen(self, snapshot: str) -> Iterator[pa.RecordBatch]:
+        """The changes that a snapshot (a pg_snapshot) does not see. Ends the window."""
+        if self._writer is not None:
+            self._writer.close()
+            with pa.ipc.open_stream(self._path) as stream:
+                for part in stream:
+                    yield from _unseen(part, snapshot)
+        for part in self._parts:
+            yield from _unseen(part, snapshot)
+
+    def close(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+
+def _unseen(part: pa.RecordBatch, snapshot: str) -> Iterator[pa.RecordBatch]:
+    left = part.filter(pa.array(~is_visible(part.column("xid").to_numpy(), snapshot)))
+    if left.num_rows:
+        yield pa.RecordBatch.from_arrays(left.columns[:-1], schema=CHANGES)
+
+
+@dataclass(slots=True)
+class _Job:
+    """A reload under way."""
+
+    state: RequestState
+    window: TableWindow
+    xids: npt.NDArray[np.uint32]  # Transactions streamed before the window was opened
+    shape: ShapeChange | None  # The record of the table's shape: another one makes the rows old
+    read: ChunkRead | None = None
+    files: list[Staged] = field(default_factory=list)  # Still to be released
+    first: Release | None = None  # The TRUNCATE
+
+    @property
+    def id(self) -> str:
+        return self.state.id
+
+
+class Reloads:
+    """One reload after the other, in the capture's loop: every method returns at once."""
+
+    def __init__(
+        self, folder: Path, queue: RequestQueue, releases: Releases, readers: Readers, xids: StreamedXids
+    ) -> None:
+        self._folder, self._queue, self._releases, self._xids = folder, queue, releases, xids
+        self.readers = readers
+        self.shape_of: Callable[[int], ShapeChange | None] = lambda oid: None
+        """The record of a table's shape where the stream is."""
+        self._job: _Job | None = None
+        self._due, self._failures = 0.0, 0
+
+    @property
+    def target_lsn(self) -> int:
+        """How far the stream must come; 0 if that does not matter."""
+        return self._job.read.lsn if self._job is not None and self._job.read is not None else 0
+
+    def due_s(self) -> float:
+        """Seconds until `step` may have something to do by itself."""
+        if self._job is not None and self._job.read is not None:
+            return 0.0
+        is_next = self._job is None and self._queue.next(is_reload=True) is not None
+        return max(0.0, self._due - time.monotonic()) if is_next else 60.0
+
+    def see(self, batch: CaptureBatch) -> None:
+        """Changes of the stream, before they become visible."""
+        if self._job is not None:
+            self._job.window.see(batch)
+
+    def released(self, release: Release) -> None:
+        """It is visible, and the shape of its rows is recorded."""
+        if self._job is not None and self._job.first is release:
+            self._job.shape = self.shape_of(self._job.window.oid)
+
+    def lose(self) -> None:
+        """The stream's connection is gone, and what it says next may have been said before: begin again."""
+        self._drop(0.0)
+
+    def close(self) -> None:
+        self.readers.close()
+        if self._job is not None:
+            self._job.window.close()
+
+    def step(self, end: Position, *, may_work: bool) -> Release | None:
+        """Continue, as `BesideStream.step`."""
+        self._collect()
+        job = self._job
+        if not may_work:
+            return None
+        if job is None:
+            if time.monotonic() >= self._due:
+                self._begin()
+            return None
+        if job.state.id not in {one.id for one in self._queue.entries() if not one.is_ended}:  # stopped by a user
+            self._drop(0.0)
+        elif job.read is not None and end.commit >= job.read.lsn and Releases.has_place(end):
+            if self.shape_of(job.window.oid) is job.shape and job.window.relations <= {job.read.table.relation}:
+                return self._release(job, job.read, end)
+            logger.info("table %s was altered while it was read; its reload begins again", job.read.table.title)
+            self._drop(0.0)
+        return None
+
+    def _begin(self) -> None:
+        state = self._queue.next(is_reload=True)
+        if state is None:
+            self.readers.close()  # no process is kept for nothing
+            return
+        if state.is_retried:
+            state = self._queue.retry(state.id)
+        window = TableWindow(self._folder / f"window-{state.id}.arrow.partial", state.oid)
+        self._job = _Job(state, window, self._xids.copy(), self.shape_of(state.oid))
+        self.readers.start(TableOrder(state.id, state.request.table, state.oid, self._folder))
+
+    def _collect(self) -> None:
+        taken = self.readers.take()
+        if taken is None:
+            return
+        order, found = taken
+        job = self._job
+        if job is None or order.id != job.id or job.read is not None:  # type: ignore[union-attr]
+            if isinstance(found, ChunkRead):
+                self._remove(found.files)
+        elif isinstance(found, ChunkRead):
+            if not is_visible(job.xids.astype(np.int64), found.snapshot).all():
+                # A streamed commit that is not visible yet. With synchronous replication that may take long.
+                self._remove(found.files)
+                self._drop(reconnect_delay_s(self._failures))
+                return
+            job.read, job.files, self._failures = found, found.files, 0
+            self._queue.begin(job.id, oid=found.table.relation.oid, estimated_rows=found.rows)
+            hit("reload.read")
+        else:
+            assert isinstance(found, PgcdcError)
+            self._drop(reconnect_delay_s(self._failures))
+            if not isinstance(found, ConnectionLost) and not self._queue[job.id].is_ended:
+                logger.warning("reload %s: %s", job.id, found)
+                self._queue.fail(job.id, str(found), for_good=isinstance(found, NeverReadable))
+
+    def _drop(self, delay_s: float) -> None:
+        """Give the attempt up; the request stays."""
+        job, self._job = self._job, None
+        if job is not None:
+            self._due = time.monotonic() + delay_s
+            self._failures += delay_s > 0
+            self._remove(job.files)
+            job.window.close()
+            if job.read is None:
+                self.readers.close()  # it may read for long
+
+    def _remove(self, files: list[Staged]) -> None:
+        for one in files:
+            (self._folder / one.file).unlink(missing_ok=True)
+
+    def _release(self, job: _Job, read: ChunkRead, end: Position) -> Release:
+        relation, request = read.table.relation, job.state.request
+        is_last = job.first is not None and not job.files
+        if job.first is None:
+            mark = snapshot_mark(Op.SNAPSHOT_STARTED, job.id, "reload", relation, 0)
+            staged = self._releases.stage([mark, truncated_rows()], read.time_us)
+        elif job.files:
+            staged = job.files.pop(0)
+        else:
+            mark = snapshot_mark(Op.SNAPSHOT_COMPLETED, job.id, "reload", relation, read.rows)
+            staged = self._releases.stage([*job.window.unseen(read.snapshot), mark])
+        whose = request.adapters
+        release = self._releases.add(end, staged, relation, adapters=whose, reload=job.id, is_last=is_last)
+        job.first = job.first or release
+        hit("reload.released")
+        rows = read.rows - sum(one.rows for one in job.files)
+        self._queue.advance(job.id, is_last=is_last, chunks=self._queue[job.id].chunks + 1, rows=rows)
+        if is_last:
+            logger.info("table %s was reloaded for %s: %d rows", read.table.title, ", ".join(whose), rows)
+            job.window.close()
+            self._job = None
+        return release

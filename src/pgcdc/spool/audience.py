@@ -1,0 +1,69 @@
+"""Rows of snapshots that only some adapters get: a reload of one table, or the repair of some keys. Nobody else sees them.
+The capture appends to the file before such rows become visible, so that every replay addresses them the same way."""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from pgcdc.core.position import Position
+from pgcdc.core.relation import GrowingLines
+from pgcdc.core.state import append_lines, encode_line, read_lines, write_durably
+
+ADDRESSED = "pgcdc:addressed"
+"""Stands where a transaction's origin does: only readers that serve adapters by name may see these rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Letter:
+    """One release of rows, and who gets it."""
+
+    first: str  # Positions, as text
+    last: str
+    adapters: tuple[str, ...]
+    reload: str = ""  # The request whose rows replace the content of a table; "" for single rows
+    oid: int = 0  # That table
+    is_last: bool = False  # With it the table is whole again
+
+
+_LETTER = TypeAdapter(Letter)
+
+
+def append_letter(path: Path, letter: Letter) -> None:
+    append_lines(path, [asdict(letter)])
+
+
+def drop_letters(path: Path, base: Position) -> None:
+    """Nobody needs anything up to `base` again. For the writer, at its start."""
+    found = read_lines(path)
+    kept = [one for one in found if one["last"] > str(base)]
+    if len(kept) < len(found):
+        write_durably(path, b"".join(map(encode_line, kept)))
+
+
+class Audience:
+    """Follows the file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lines = GrowingLines(path)
+        self._file = 0
+        self._letters: list[Letter] = []
+
+    def between(self, start: Position, end: Position) -> Sequence[Letter]:
+        """What was addressed in (start, end], in order."""
+        try:
+            file = os.stat(self._path).st_ino
+        except FileNotFoundError:
+            return ()
+        if file != self._file:  # the capture has started again and dropped what is delivered
+            self._file, self._lines, self._letters = file, GrowingLines(self._path), []
+        self._letters += map(_LETTER.validate_python, self._lines.read())
+        first, last = (bisect_right(self._letters, str(one), key=lambda letter: letter.last) for one in (start, end))
+        found = self._letters[first : last + 1]  # a batch may end inside of the last one
+        return [one for one in found if one.first <= str(end)]
