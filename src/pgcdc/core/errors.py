@@ -62,6 +62,7 @@ class Policy(Enum):
 
     RETRY = "retry"
     DEAD_LETTER = "dead_letter"
+    RELOAD = "reload"
     STOP = "stop"
 
 
@@ -208,9 +209,14 @@ class ReloadNeeded(SinkError):
     """The copies of these tables cannot follow their source. Nothing of the batch was written: it comes again without
     them, and the capture reads them again. `tables` has for each oid its name and why."""
 
-    def __init__(self, tables: Mapping[int, tuple[str, str]]) -> None:
-        super().__init__("; ".join(f"table {name}: {reason}" for name, reason in tables.values()))
-        self.tables = dict(tables)
+    policy = Policy.RELOAD
+
+    def __init__(
+        self, message: str = "", advice: str = "", tables: Mapping[int, tuple[str, str]] | None = None
+    ) -> None:
+        self.tables = dict(tables or {})
+        told = "; ".join(f"table {name}: {reason}" for name, reason in self.tables.values())
+        super().__init__(message or told, advice)
 
 
 class SinkRejected(SinkError):
@@ -235,7 +241,8 @@ _KINDS: dict[str, type[PgcdcError]] = {
     kind.__name__: kind
     for kind in (
         PgcdcError, ConfigError, ConfigErrors, StateError, SourceError, ConnectionLost, DecodeError,
-        ConversionError, TransformError, SchemaChanged, GapError, SpoolError, SinkError, SinkUnavailable, SinkRejected,
+        ConversionError, TransformError, SchemaChanged, GapError, SpoolError, SinkError, SinkUnavailable, ReloadNeeded,
+        SinkRejected,
     )
 }  # fmt: skip
 

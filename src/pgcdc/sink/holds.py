@@ -19,8 +19,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pgcdc.core.position import Position
+from pgcdc.event.audience import Audience, Letter
 from pgcdc.event.batch import Batch
-from pgcdc.spool.audience import Audience, Letter
 
 if TYPE_CHECKING:
     from pgcdc.sink.contract import Progress

@@ -34,6 +34,7 @@ from pgcdc.core.failpoint import hit
 from pgcdc.core.position import Position
 from pgcdc.core.relation import ShapeHistory
 from pgcdc.core.state import StateDir
+from pgcdc.event.audience import Audience
 from pgcdc.event.batch import Batch
 from pgcdc.event.changes import read_changes
 from pgcdc.event.edits import SimpleChain
@@ -43,7 +44,6 @@ from pgcdc.sink.holds import Holds, new_hold
 from pgcdc.sink.letters.delivery import SetAside
 from pgcdc.sink.letters.record import DeadLetters
 from pgcdc.sink.spec import DeliveryOptions
-from pgcdc.spool.audience import Audience
 
 PART_OF_TIMEOUT = 0.25  # A part's share of the write timeout, by the speed of the last one (`Sink.part_events`)
 MAX_PART = 50_000

@@ -17,9 +17,8 @@ import pyarrow.compute as pc
 from pgcdc.core.errors import GapError, SpoolError
 from pgcdc.core.position import LAST_SUB, SCHEMA_SUB, Position
 from pgcdc.core.relation import GrowingLines, Op, Relation
-from pgcdc.spool.audience import ADDRESSED
 from pgcdc.spool.index import IndexRecord, chunk_number, chunk_path, list_chunks, load_transactions, scan_records
-from pgcdc.spool.schema import CHANGES, TRANSACTIONS
+from pgcdc.spool.schema import ADDRESSED, CHANGES, TRANSACTIONS
 from pgcdc.spool.segment import Written, open_segment
 
 Column = npt.NDArray[Any]

@@ -20,6 +20,9 @@ CHANGES = pa.schema(
     ]
 )
 
+ADDRESSED = "pgcdc:addressed"
+"""The origin of rows that only some adapters get (`event.audience`): other readers leave them out."""
+
 TRANSACTIONS = pa.schema(
     [
         pa.field("commit", pa.int64(), nullable=False),  # as in a position

@@ -330,7 +330,7 @@ def column_chain(chain: Chain) -> SimpleChain:
     steps = list(map(from_spec, chain.transforms))
     known = [one.step for one in steps if one.type in ("drop_columns", "rename_fields", "mask")]
     routes = tuple(map(full_pattern, chain.routes))
-    return SimpleChain(routes, tuple(known), is_partial=not chain.is_simple)
+    return SimpleChain(routes, tuple(known), is_partial=not all(one.is_simple for one in steps))
 
 
 def _check_names(one: Transform, gone: dict[str, str]) -> None:

@@ -89,7 +89,7 @@ def _types_of(change: ShapeChange) -> dict[str, tuple[str, ...]]:
 
 
 def _needed(change: ShapeChange, reason: str) -> ReloadNeeded:
-    return ReloadNeeded({change.after.oid: (name_table(change.after.namespace, change.after.name), reason)})
+    return ReloadNeeded(tables={change.after.oid: (name_table(change.after.namespace, change.after.name), reason)})
 
 
 def _truncate(targets: Targets, target: TargetTable) -> None:

@@ -28,9 +28,9 @@ from pgcdc.core.failpoint import hit
 from pgcdc.core.position import LAST_CHUNK, MAX_CHUNK_ROWS, SNAPSHOT, Position
 from pgcdc.core.relation import OldKind, Op, Relation, Relations
 from pgcdc.core.state import append_lines, fsync_folder, read_lines
+from pgcdc.event.audience import Letter, append_letter, drop_letters
 from pgcdc.source.postgres.snapshot.copy import row_lists
-from pgcdc.spool.audience import ADDRESSED, Letter, append_letter, drop_letters
-from pgcdc.spool.schema import CHANGES, TRANSACTIONS
+from pgcdc.spool.schema import ADDRESSED, CHANGES, TRANSACTIONS
 from pgcdc.spool.segment import CaptureBatch, Part, Written, checksum_file
 
 

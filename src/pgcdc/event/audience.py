@@ -15,9 +15,6 @@ from pgcdc.core.position import Position
 from pgcdc.core.relation import GrowingLines
 from pgcdc.core.state import append_lines, encode_line, read_lines, write_durably
 
-ADDRESSED = "pgcdc:addressed"
-"""Stands where a transaction's origin does: only readers that serve adapters by name may see these rows."""
-
 
 @dataclass(frozen=True, slots=True)
 class Letter:
