@@ -266,6 +266,8 @@ class TableColumn:
     generated: str
     """`s` (stored), `v` (virtual) or empty. Virtual columns are never in the stream, stored ones by option."""
     is_readable: bool  # We may read it
+    missing: str | None = None
+    """The value that older rows have for it, as text: it was added with this constant as default."""
 
     @property
     def is_primary_key(self) -> bool:
@@ -280,7 +282,8 @@ def read_columns(conn: Connection, oids: Sequence[int]) -> dict[int, list[TableC
     return found
 
 
-# Columns that an index only includes belong to no key.
+# Columns that an index only includes belong to no key. A missing value is an array of one element; as text of the array it
+# would be quoted, and a box looks like several.
 _COLUMNS = """
 SELECT a.attrelid::int8, a.attname::text, a.atttypid::int8, a.atttypmod, a.attndims::int4, a.attnum::int4,
        format_type(a.atttypid, a.atttypmod), a.attnotnull,
@@ -288,7 +291,8 @@ SELECT a.attrelid::int8, a.attname::text, a.atttypid::int8, a.atttypmod, a.attnd
            WHEN 'd' THEN i.indisprimary WHEN 'i' THEN i.indisreplident END), false),
        max(array_position(i.indkey::int2[], a.attnum)) FILTER (WHERE i.indisprimary),
        coalesce(bool_or(NOT i.indimmediate) FILTER (WHERE i.indisprimary), false),
-       a.attgenerated::text, has_column_privilege(a.attrelid, a.attnum, 'SELECT')
+       a.attgenerated::text, has_column_privilege(a.attrelid, a.attnum, 'SELECT'),
+       max(CASE WHEN a.atthasmissing THEN array_to_string(a.attmissingval, '') END)
 FROM pg_attribute a JOIN pg_class c ON c.oid = a.attrelid
 LEFT JOIN pg_index i ON i.indrelid = c.oid AND a.attnum = ANY ((i.indkey::int2[])[0:i.indnkeyatts - 1])
 WHERE c.oid = ANY (%s::int8[]::oid[]) AND a.attnum > 0 AND NOT a.attisdropped
