@@ -95,23 +95,28 @@ def choose_tables(everything: Sequence[Table], selection: Selection, *, roots: b
 
 
 def split_by_identity(
-    chosen: Sequence[Table], everything: Sequence[Table]
+    chosen: Sequence[Table], everything: Sequence[Table], *, via_root: bool
 ) -> tuple[list[Table], list[Table], list[Table]]:
     """Tables to publish in full; for inserts only; and those of the second whose updates will really be missing. An
-    unidentified root goes to the second, since later partitions may have no identity, but its identified partitions go to
-    the first: the server sends what any of the publications allows."""
+    unidentified root goes to the second, since later partitions may have no identity. Without `via_root` its identified
+    partitions go to the first: the server sends what any of the publications allows. With it there is one table, whose rows
+    have a key or have none."""
     full: dict[int, Table] = {}
     inserts: list[Table] = []
     incomplete: list[Table] = []
     leaves = [leaf for leaf in everything if leaf.is_partition and leaf.kind == "r"]
+    oids = {table.oid for table in chosen} if via_root else set()
     for table in chosen:
+        if table.is_partition and oids.intersection(table.parents):
+            continue  # its changes come as those of the root
         partitions = [leaf for leaf in leaves if table.oid in leaf.parents] if table.kind == "p" else []
         if table.is_identified and all(leaf.is_identified for leaf in partitions):
             full[table.oid] = table
             continue
         inserts.append(table)
-        full.update({leaf.oid: leaf for leaf in partitions if leaf.is_identified})
-        if not partitions or not all(leaf.is_identified for leaf in partitions):
+        if not via_root:
+            full.update({leaf.oid: leaf for leaf in partitions if leaf.is_identified})
+        if via_root or not partitions or not all(leaf.is_identified for leaf in partitions):
             incomplete.append(table)
     return list(full.values()), [table for table in inserts if table.oid not in full], incomplete
 
