@@ -31,6 +31,7 @@ class FakeRunner(Runner):
         self.name, self.ack = name, ack
         self.sink = NoopSink()
         self.attempts = SimpleNamespace(is_busy=False, failing=None)
+        self.progress: Any = SimpleNamespace(holds={})
 
     def check(self) -> None:
         pass

@@ -79,10 +79,7 @@ KINDS: dict[str, tuple[ShapeChange, list[dict[str, Any]]]] = {
     ),
     "the_same_name_is_another_column": (
         change(THREE, columns("id", "a", "b"), (1, 2, 3), (1, 2, 4)),
-        [
-            {"type": "column_removed", "column": "b", "old_type": "type of b"},
-            {"type": "column_added", "column": "b", "new_type": "type of b"},
-        ],
+        [{"type": "column_replaced", "column": "b", "old_type": "type of b", "new_type": "type of b"}],
     ),
     # A column list, or DROP a, DROP b, ADD x, ADD b, gives this as well: order and type prove nothing.
     "no_rename_is_guessed_from_the_order": (

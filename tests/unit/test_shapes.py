@@ -24,6 +24,7 @@ from pgcdc.core.position import SCHEMA_SUB, Position
 from pgcdc.core.relation import Column, Relation, ShapeChange, ShapeHistory, append_shapes, cut_tail
 from pgcdc.source.postgres.setup import guard as capture_shapes
 from pgcdc.source.postgres.setup.guard import ShapeObserver
+from pgcdc.source.postgres.setup.shapes import CatalogLook
 from pgcdc.source.postgres.wire.assemble import Assembler
 from pgcdc.spark.options import parse_options
 from pgcdc.spark.source import ChangeReader
@@ -137,7 +138,7 @@ class Pipe:
 @contextmanager
 def no_catalog() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(capture_shapes, "describe_shapes", lambda sql, shapes: {})
+        patch.setattr(capture_shapes, "read_catalog", lambda sql, shapes, publications: CatalogLook())
         yield
 
 
@@ -232,11 +233,15 @@ def test_nothing_has_happened_when_the_catalog_could_not_be_asked(tmp_path: Path
     pipe = Pipe(tmp_path)
     asked: list[list[Relation]] = []
 
-    def describe(sql: Any, shapes: list[Relation]) -> dict[Relation, dict[str, Any]]:
+    class Look:
+        def describe(self, one: Relation, before: object) -> dict[str, Any]:
+            return {"columns": [], "primary_key": [], "types": None, "of": one.name}
+
+    def look(sql: Any, shapes: list[Relation], publications: object) -> Look:
         asked.append(list(shapes))
         if len(asked) == 1:
             raise ConnectionLost("the server is gone")
-        return {one: {"columns": [], "primary_key": [], "types": None, "of": one.name} for one in shapes}
+        return Look()
 
     writer = SpoolWriter(tmp_path / "spool", START)
     observer = ShapeObserver(pipe.file, START)
@@ -246,7 +251,7 @@ def test_nothing_has_happened_when_the_catalog_could_not_be_asked(tmp_path: Path
     batch = assembler.pop()
     assert batch is not None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(capture_shapes, "describe_shapes", describe)
+        patch.setattr(capture_shapes, "read_catalog", look)
         with pytest.raises(ConnectionLost):
             observer.observe(batch, NO_SQL)
         assert not pipe.file.exists()

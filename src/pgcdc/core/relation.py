@@ -31,7 +31,7 @@ class Op(IntEnum):
     SENTINEL = ord("Z")  # Made by us to see that changes arrive; not a row
     BEGIN = ord("B")  # Made for a reader who asked for it; never stored
     COMMIT = ord("C")  # The same
-    SCHEMA_CHANGE = ord("R")  # The same; the byte is that of the message that describes a relation
+    SCHEMA_CHANGE = ord("R")  # The same; the byte is that of the message that describes a relation. Stored: only a mark
 
 
 class OldKind(IntEnum):
@@ -108,13 +108,16 @@ class Relations:
 
 @dataclass(frozen=True, slots=True)
 class ShapeChange:
-    """From here on one table's changes have another shape; or: here it was first seen."""
+    """From here on one table's changes have another shape, or the catalog says something else about the same shape; or: here
+    it was first seen."""
 
-    position: Position  # (lsn, ordinal - 1, SCHEMA_SUB), for a first change in the new shape at (lsn, ordinal)
+    position: (
+        Position  # (lsn, ordinal - 1, SCHEMA_SUB), for a first change (or mark) in the new shape at (lsn, ordinal)
+    )
     after: Relation
     before: Relation | None = None  # None: the table was not seen before
     details: dict[str, Any] | None = None
-    """The catalog's description of `after`, if it still had that shape when the capture met it."""
+    """The catalog's description of `after`, if it still had that shape when the capture met it, or if it is proven."""
     before_details: dict[str, Any] | None = None
     """The `details` of `before`'s record, so that this record alone says what changed."""
 

@@ -116,16 +116,18 @@ class SimpleChain:
         texts = {name for _, name, steps in fates if _is_text(steps)}
         key = [names.get(name) for name in details["primary_key"]]
         masks = {column.name: steps for column, _, steps in fates}
-        described = []
-        for one in details["columns"]:
-            if (name := names.get(one["name"])) is not None:
-                shown = {**one, "name": name, **({"type": "text"} if name in texts else {})}
-                if "missing" in one:
-                    shown["missing"] = self._hide(pa.array([one["missing"]], pa.string()), masks[one["name"]])[
-                        0
-                    ].as_py()
-                described.append(shown)
+        described = [
+            {**one, "name": names[one["name"]], **({"type": "text"} if names[one["name"]] in texts else {})}
+            for one in (self._hide_missing(one, masks.get(one["name"], ())) for one in details["columns"])
+            if names.get(one["name"]) is not None
+        ]
         return after, {**details, "columns": described, "primary_key": [] if None in key else key}
+
+    def _hide_missing(self, column: Mapping[str, Any], steps: tuple[Step, ...]) -> Mapping[str, Any]:
+        """A column's description: what old rows have in it is a value like any other."""
+        if not steps or "missing" not in column:
+            return column
+        return {**column, "missing": self._hide(pa.array([column["missing"]], pa.string()), steps)[0].as_py()}
 
     def has(self, shape: Relation) -> bool:
         """Whether its routes let this table's changes through."""

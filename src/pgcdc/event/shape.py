@@ -152,9 +152,10 @@ def _family(info: TypeInfo | None, typmod: int) -> Family:
 
 
 def diff_shapes(change: ShapeChange) -> list[dict[str, Any]]:
-    """What is different, one by one; nothing for a table that was first seen. Never empty if there was a shape before. A
-    column is known again by its number in the catalog. Where that is not known for both shapes, by its name, and then a
-    rename is told as a removal and an addition: order and type never prove one (docs/decisions/0010-shapes.md)."""
+    """What is different, one by one; nothing for a table that was first seen. Never empty if the two shapes differ; of equal
+    shapes, it is what the catalog says otherwise than before. A column is known again by its number in the catalog. Where
+    that is not known for both shapes, by its name, and then a rename is told as a removal and an addition: order and type
+    never prove one (docs/decisions/0010-shapes.md)."""
     if change.before is None:
         return []
     before, after = TableShape(change.before, change.before_details), TableShape(change.after, change.details)
@@ -164,7 +165,10 @@ def diff_shapes(change: ShapeChange) -> list[dict[str, Any]]:
     )
     names = [f"{one.relation.namespace}.{one.relation.name}" for one in (before, after)]
     found = [] if names[0] == names[1] else [{"type": "table_renamed", "from": names[0], "to": names[1]}]
-    return [*found, *_diff_columns(before, after, *ids), *_diff_keys(before, after, *ids)]
+    found += [*_diff_columns(before, after, *ids), *_diff_keys(before, after, *ids)]
+    if before.details is not None and after.details is not None:
+        found += [*_diff_types(before.details, after.details), *_diff_rows(before.details, after.details, *ids)]
+    return found
 
 
 _Ids = Mapping[str, int]
@@ -174,9 +178,11 @@ _Ids = Mapping[str, int]
 def _diff_columns(before: TableShape, after: TableShape, old_ids: _Ids, new_ids: _Ids) -> Iterator[dict[str, Any]]:
     olds = {old_ids.get(one.name, one.name): one for one in before.relation.columns}
     news = {new_ids.get(one.name, one.name): one for one in after.relation.columns}
-    for identity, old in olds.items():
-        if identity not in news:
-            yield {"type": "column_removed", "column": old.name, "old_type": before.type_of(old)}
+    removed = {one.name: one for identity, one in olds.items() if identity not in news}
+    added = {one.name: one for identity, one in news.items() if identity not in olds}
+    for name, old in removed.items():
+        if name not in added:
+            yield {"type": "column_removed", "column": name, "old_type": before.type_of(old)}
     for identity, new in news.items():
         if identity not in olds:
             continue
@@ -186,9 +192,13 @@ def _diff_columns(before: TableShape, after: TableShape, old_ids: _Ids, new_ids:
         if (old.type_oid, old.typmod) != (new.type_oid, new.typmod):
             types = {"old_type": before.type_of(old), "new_type": after.type_of(new)}
             yield {"type": "column_type_changed", "column": new.name, **types}
-    for identity, new in news.items():
-        if identity not in olds:
-            yield {"type": "column_added", "column": new.name, "new_type": after.type_of(new)}
+    missing = {one["name"]: one.get("missing") for one in after.details["columns"]} if after.details is not None else {}
+    for name, new in added.items():
+        types = {"new_type": after.type_of(new)}
+        if name in removed:
+            types = {"old_type": before.type_of(removed[name]), **types}
+        default = {} if missing.get(name) is None else {"default": missing[name]}
+        yield {"type": "column_replaced" if name in removed else "column_added", "column": name, **types, **default}
     if [one for one in olds if one in news] != [one for one in news if one in olds]:
         yield {"type": "columns_reordered", "columns": [column.name for column in after.relation.columns]}
 
@@ -205,13 +215,50 @@ def _diff_keys(before: TableShape, after: TableShape, old_ids: _Ids, new_ids: _I
             "old": IDENTITIES.get(old, old), "new": IDENTITIES.get(new, new),
         }  # fmt: skip
     primary = [one.details["primary_key"] for one in (before, after) if one.details is not None]
-    if len(primary) == 2 and not is_same(*primary):
-        yield {"type": "primary_key_changed", "old": primary[0], "new": primary[1]}
+    deferrable = [bool((one.details or {}).get("is_key_deferrable")) for one in (before, after)]
+    if len(primary) == 2 and (not is_same(*primary) or (primary[0] and deferrable[0] != deferrable[1])):
+        flag = {} if deferrable[0] == deferrable[1] else {"deferrable": deferrable[1]}
+        yield {"type": "primary_key_changed", "old": primary[0], "new": primary[1], **flag}
         if old == "d":
             return  # what identifies a row now follows from it
     keys = [[column.name for column in one.relation.columns if column.is_key] for one in (before, after)]
     if old == new != "f" and not is_same(*keys):  # of a full one all columns are
         yield {"type": "key_columns_changed", "old": keys[0], "new": keys[1]}
+
+
+def _diff_types(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Types of both shapes that are made of something else now: an enum with another label."""
+    olds, news = ({row[0]: row for row in (one["types"] or {"types": []})["types"]} for one in (before, after))
+    # Before it goes through the file, a list is a tuple.
+    if changed := [news[oid][1] for oid in news if oid in olds and _to_json([olds[oid]]) != _to_json([news[oid]])]:
+        yield {"type": "types_changed", "types": changed}
+
+
+def _diff_rows(
+    before: Mapping[str, Any], after: Mapping[str, Any], old_ids: _Ids, new_ids: _Ids
+) -> Iterator[dict[str, Any]]:
+    """What gives the table other rows without any change in the stream."""
+    if "leaves" in before and "leaves" in after:
+        olds, news = before["leaves"], after["leaves"]
+        links = [one.get("joined", {}) for one in (before, after)]
+        found = {
+            "added": [oid for oid in news if oid not in olds],
+            "removed": [oid for oid in olds if oid not in news],
+            "rewritten": [
+                oid for oid in news if oid in olds and (olds[oid], links[0].get(oid)) != (news[oid], links[1].get(oid))
+            ],
+        }
+        if any(found.values()):
+            attached = [oid for oid in found["added"] if oid in after.get("attached", ())]
+            yield {"type": "partitions_changed", **found, "attached": attached}
+    if "natts" in before and "natts" in after:  # older records do not say it
+        rules = [one.get("published") for one in (before, after)]
+        meant = [
+            rule and (rule["row_filter"], rule["columns"] and [ids.get(name, name) for name in rule["columns"]])
+            for rule, ids in zip(rules, (old_ids, new_ids), strict=True)
+        ]
+        if meant[0] != meant[1]:
+            yield {"type": "published_changed", "old": rules[0], "new": rules[1]}
 
 
 def event_values(change: ShapeChange) -> list[bytes]:
@@ -222,7 +269,7 @@ def event_values(change: ShapeChange) -> list[bytes]:
     return [text.encode() for text in texts]
 
 
-def _to_json(value: list[dict[str, Any]]) -> str:
+def _to_json(value: list[Any]) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
@@ -236,16 +283,22 @@ _SAID = {
     "table_renamed": "renamed from {from}",
     "column_added": "column {column} ({new_type}) added",
     "column_removed": "column {column} ({old_type}) removed",
+    "column_replaced": "column {column} ({old_type}) dropped and added again ({new_type})",
     "column_renamed": "column {from} renamed to {to}",
     "column_type_changed": "column {column} changed from {old_type} to {new_type}",
     "columns_reordered": "columns in another order: {columns}",
     "replica_identity_changed": "replica identity changed from {old} to {new}",
     "primary_key_changed": "primary key changed from ({old}) to ({new})",
     "key_columns_changed": "key changed from ({old}) to ({new})",
+    "types_changed": "types changed: {types}",
+    "partitions_changed": "partitions changed: {added} added, {removed} removed, {rewritten} rewritten",
+    "published_changed": "row filter or columns of the publication changed",
 }
 
 
 def _say(one: dict[str, Any]) -> str:
+    if one["type"] == "partitions_changed":
+        one = {key: len(value) if isinstance(value, list) else value for key, value in one.items()}
     return _SAID[one["type"]].format_map(
         {key: ", ".join(value) if isinstance(value, list) else value for key, value in one.items()}
     )

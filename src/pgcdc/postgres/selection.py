@@ -67,6 +67,9 @@ class Selection(Options):
         (), "Only these columns: orders=id,total. Repeatable. PostgreSQL 15.", TABLES, metavar="TABLE=A,B",
         is_repeated=True, example="{orders: [id, total]}",
     )  # fmt: skip
+    partition_root: bool = setting(
+        True, "Partitioned tables as one table; no: each partition under its own name. New slots.", TABLES
+    )
     generated_columns: bool = setting(False, "Also stored generated columns. PostgreSQL 18.", TABLES)
     incremental_snapshot: bool = setting(False, "Capture the table of signals; created if it is missing.", SNAPSHOTS)
     signal_table: TableName = setting(

@@ -161,8 +161,8 @@ def read_slice(
     piece: SegmentSlice, *, markers: bool = False, shapes: Sequence[SchemaChange] = (), addressed: bool = False
 ) -> tuple[pa.Table, pa.Table]:
     """The changes in range, and each row's transaction. With `markers`, a BEGIN before and a COMMIT after each transaction;
-    with `shapes`, a SCHEMA_CHANGE before the first row of each. Their positions depend on the transaction alone, so that a
-    replay with other cuts has the same ones. With `addressed`, also rows that are only for some adapters."""
+    with `shapes`, a SCHEMA_CHANGE before the first row of each, or in place of its mark. Their positions depend on the
+    transaction alone, so that a replay with other cuts has the same ones. With `addressed`, also rows that are only for some adapters."""
     table = open_segment(Path(piece.path), piece.written)
     transactions = pa.ipc.read_record_batch(pa.py_buffer(piece.transactions), TRANSACTIONS)
     counts = transactions.column("rows").to_numpy()
@@ -179,6 +179,8 @@ def read_slice(
     if not addressed and origins.null_count < len(origins):
         is_others = pc.fill_null(pc.equal(origins, ADDRESSED), False).to_numpy(zero_copy_only=False)
         wanted &= ~is_others[of_row]
+    # A stored mark only gives a change of shape its place.
+    wanted &= (table.column("op").to_numpy() != Op.SCHEMA_CHANGE) | (table.column("relation").to_numpy() < 0)
     rows = np.flatnonzero(wanted)
     owners = pa.Table.from_batches([transactions]).take(pa.array(of_row[rows]))
     if len(rows) == table.num_rows:

@@ -16,7 +16,7 @@ CHANGES = pa.schema(
         pa.field("old", pa.list_(pa.binary())),
         pa.field("old_kind", pa.uint8(), nullable=False),
         pa.field("unchanged", pa.list_(pa.int16())),  # columns of `new` (i) or `old` (-1-i) that are unchanged TOAST
-        pa.field("prefix", pa.string()),  # of a message
+        pa.field("prefix", pa.string()),  # of a message; of a schema mark: what the catalog says, as JSON
     ]
 )
 

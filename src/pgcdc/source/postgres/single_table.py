@@ -97,7 +97,7 @@ def typed_columns(options: PostgresOptions, identity: Identity | None, wanted: C
         change, live = wanted.change, list[TableColumn]()
         try:
             table = find_table(read_tables(sql), name_table(*wanted.table), "--table")
-            if table.kind == "p" and not options.uses_existing:
+            if table.kind == "p" and not _sends_root(options, identity):
                 raise _partitioned(table)
             live = read_table_columns(sql, table)
         except SourceError:
@@ -168,12 +168,21 @@ def check_captured(url: str, identity: Identity, table: str, *, zset: bool) -> N
         )
 
 
+def _sends_root(options: PostgresOptions, identity: Identity | None) -> bool:
+    """Whether a partitioned table is one table. A user's publication decides itself: what it lacks is found later."""
+    if options.uses_existing:
+        return True
+    if identity is None:
+        return options.partition_root
+    return all(item["via_root"] for item in SlotDetails.of(identity).publications)
+
+
 def _partitioned(table: Table) -> SourceError:
-    """Our publications send the changes of partitions under the partitions' names."""
+    """The publications send the changes of partitions under the partitions' names."""
     return SourceError(
         f"table {table.name} is partitioned, and its changes come under the names of its partitions",
-        f"Run: CREATE PUBLICATION p FOR TABLE {table.sql} WITH (publish_via_partition_root); "
-        "and give option('publication', 'p'). Or read the partitions one by one",
+        "Begin with a new slot and state directory, without partition_root=false (PostgreSQL 13). Or read the partitions "
+        "one by one",
     )
 
 

@@ -22,6 +22,7 @@ from pgcdc.postgres.lsn import format_lsn
 from pgcdc.source.postgres.options import PostgresOptions, WireOptions
 from pgcdc.source.postgres.setup.fingerprint import SlotDetails
 from pgcdc.source.postgres.setup.guard import Clock, Guard, ShapeObserver, lost_on_error
+from pgcdc.source.postgres.setup.watch import CatalogWatch
 from pgcdc.source.postgres.snapshot.asking import Signals, note_tables
 from pgcdc.source.postgres.snapshot.driver import Snapshots
 from pgcdc.source.postgres.snapshot.marks import Marks
@@ -63,8 +64,9 @@ class PostgresStream:
         self._signals = Signals(self._snapshots.queue, options.signal_table)
         for readers in (self._snapshots.readers, self._reloads.readers):
             self._selector.register(readers.fileno(), selectors.EVENT_READ)
-        self._shapes = ShapeObserver(state.shapes_file, spool.state)
-        self._reloads.shape_of = self._shapes.current
+        self._shapes = ShapeObserver(state.shapes_file, spool.state, publications)
+        self._watch = CatalogWatch(publications, self._shapes, self._marks)
+        self._reloads.shape_of = self._shapes.current.get
         self._toast = ToastStep(options, publications, state, resume=spool.state, instance=identity.instance)
         self._guard = Guard(state, identity, consumers, temporary=options.temporary_slot)
         self._capture = Capture(
@@ -262,6 +264,8 @@ class PostgresStream:
         if now >= self._check_due and self.is_connected:
             self._check_slot()
             self._check_due = now + CHECK_INTERVAL_S
+        if self._sql is not None and self._capture.is_connected and not self._snapshots.is_first:
+            self._watch.look(self._sql)
         is_idle = self._pieces is None and self._unspooled is None and not self._to_replay
         can_work = self._capture.is_connected or (self._snapshots.is_first and self._sql is not None)
         is_due = can_work and is_idle and may_work

@@ -3,8 +3,10 @@ tables' shapes (recorded before their rows become visible), and the time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +18,13 @@ from psycopg import Error
 from pgcdc.core.errors import ConnectionLost, StateError
 from pgcdc.core.failpoint import hit
 from pgcdc.core.position import SCHEMA_SUB, Kind, Position
-from pgcdc.core.relation import Relation, ShapeChange, ShapeHistory, append_shapes, cut_tail
+from pgcdc.core.relation import Op, Relation, ShapeChange, ShapeHistory, append_shapes, cut_tail
 from pgcdc.core.state import Identity, Lock, StateDir
+from pgcdc.event.shape import diff_shapes
 from pgcdc.postgres.database import Connection
-from pgcdc.postgres.types.catalog import BUILT_IN, TypeCatalog
 from pgcdc.source.postgres.setup.fingerprint import SlotDetails, check_identity, check_unchanged
+from pgcdc.source.postgres.setup.shapes import CatalogLook, read_catalog
 from pgcdc.source.postgres.setup.slots import check_not_ahead, check_usable, get_slot, identify, slot_gone
-from pgcdc.source.postgres.setup.tables import TableColumn, read_columns
 from pgcdc.spool.consumers import Consumers
 from pgcdc.spool.segment import CaptureBatch
 
@@ -139,17 +141,18 @@ def wal_place(sql: Connection) -> int:
 # --- shapes of tables
 #
 # Every row names the version of its relation, so a change of shape is seen exactly where it counts: at the first row that
-# has it, in commit order, whatever ALTER TABLE was rolled back or had no rows. What the stream does not say (the number of
-# a column, whether it may be null, what a type is called) is asked of the catalog at that moment.
+# has it, in commit order, whatever ALTER TABLE was rolled back. What the stream does not say (the number of a column,
+# whether it may be null, what a type is called) is asked of the catalog at that moment. What no row tells, a mark of the
+# watch does (`setup/watch.py`): it has the shape of its table, and what the catalog said about it.
 
 
 class ShapeObserver:
     """Sees every batch in commit order. After a crash it sees batches again, and does not record twice."""
 
-    def __init__(self, path: Path, resume: Position) -> None:
+    def __init__(self, path: Path, resume: Position, publications: Sequence[str] = ()) -> None:
         """The stream resumes at `resume`, with the history's shapes in force there."""
         cut_tail(path)
-        self._path = path
+        self._path, self._publications = path, publications
         self._history = ShapeHistory(path)
         self._history.refresh()
         self._current: dict[int, ShapeChange] = {}
@@ -159,16 +162,15 @@ class ShapeObserver:
         self.changes = sum(change.before is not None for change in self._history.changes)
         """Shape changes since the state directory began, without first sightings of tables."""
 
-    def current(self, oid: int) -> ShapeChange | None:
-        """The record of a table's shape where the stream is."""
-        return self._current.get(oid)
-
     def observe(self, batch: CaptureBatch, sql: Connection) -> None:
         """Record durably which tables change shape in this batch. Raises ConnectionLost if the catalog is out of reach:
         nothing has happened then, and the batch may come again."""
         if batch.part is None:
             return
         rows = batch.data if batch.part.batch is None else pa.Table.from_batches([batch.part.batch])
+        if batch.end.is_snapshot and rows.column("op")[0].as_py() == Op.SCHEMA_CHANGE:
+            self._take_mark(batch, rows)
+            return
         versions = [version for version in pc.unique(rows.column("relation")).to_pylist() if version >= 0]
         if self._in_force.issuperset(versions):
             return
@@ -189,17 +191,45 @@ class ShapeObserver:
         self._in_force -= {version for version in self._in_force if batch.relations[version].oid in oids}
         self._in_force.update(lasts.values())
 
+    @property
+    def current(self) -> Mapping[int, ShapeChange]:
+        """The records of the shapes in force, by oid. What the catalog said may be newer than in the file."""
+        return self._current
+
+    def adopt(self, oid: int, details: dict[str, Any]) -> None:
+        """The catalog says nothing else that matters: take its newer words (a filenode) without a record."""
+        self._current[oid] = replace(self._current[oid], details=details)
+
+    def _take_mark(self, batch: CaptureBatch, rows: pa.Table) -> None:
+        """A mark stands alone in its batch."""
+        version = rows.column("relation")[0].as_py()
+        shape, position = batch.relations[version], _place(batch, rows, 0)
+        last, details = self._current.get(shape.oid), json.loads(rows.column("prefix")[0].as_py())
+        if self._history.at(position) is None and last is not None and not is_other(last, shape, details):
+            return
+        self._append({position: shape}, lambda shape, last: details)
+        self._in_force = {one for one in self._in_force if batch.relations[one].oid != shape.oid} | {version}
+
     def _record(self, found: list[tuple[Position, Relation]], sql: Connection) -> None:
-        fresh = {position for position, _ in found if self._history.at(position) is None}
-        details = describe_shapes(sql, [shape for position, shape in found if position in fresh])
+        fresh = [shape for position, shape in found if self._history.at(position) is None]
+        with lost_on_error():
+            look = read_catalog(sql, fresh, self._publications) if fresh else CatalogLook()
+        self._append(dict(found), look.describe)
+
+    def _append(
+        self,
+        found: Mapping[Position, Relation],
+        describe: Callable[[Relation, dict[str, Any] | None], dict[str, Any] | None],
+    ) -> None:
+        """Record these shapes, unless the history has them. `describe` also gets the details of the shape before."""
         current: dict[int, ShapeChange] = {}
         records = []
-        for position, shape in found:
+        for position, shape in found.items():
             known = self._history.at(position)
             if known is None:
                 last = current.get(shape.oid) or self._current.get(shape.oid)
                 before, before_details = (last.after, last.details) if last is not None else (None, None)
-                known = ShapeChange(position, shape, before, details.get(shape), before_details)
+                known = ShapeChange(position, shape, before, describe(shape, before_details), before_details)
                 records.append(known)
             elif known.after != shape:
                 raise StateError(
@@ -218,58 +248,16 @@ class ShapeObserver:
         self._current |= {oid: self._history.at(record.position) or record for oid, record in current.items()}
 
 
+def is_other(known: ShapeChange, shape: Relation, details: dict[str, Any] | None) -> bool:
+    """Whether a table is not as it is known."""
+    return shape != known.after or bool(
+        diff_shapes(ShapeChange(known.position, shape, known.after, details, known.details))
+    )
+
+
 def _place(batch: CaptureBatch, rows: pa.Table, row: int) -> Position:
     """The place directly before a row."""
     ends = np.cumsum(batch.transactions.column("rows").to_numpy())
     transaction = int(np.searchsorted(ends, row, side="right"))
     commit, kind = (batch.transactions.column(name)[transaction].as_py() for name in ("commit", "kind"))
     return Position(commit, Kind(kind), rows.column("ordinal")[row].as_py() - 1, SCHEMA_SUB)
-
-
-def describe_shapes(sql: Connection, shapes: Iterable[Relation]) -> dict[Relation, dict[str, Any]]:
-    """The catalog's description of these shapes, as far as their tables still have them.
-
-    `columns` in order, each with name, attnum, type (as in SQL, with its schema unless built in), ndims and not_null;
-    `primary_key` with its columns in order; `types`: what types that are not built in are made of, as in
-    TypeCatalog.to_json() (None if there are none); `is_key_deferrable` if the primary key is.
-    """
-    wanted = list(shapes)
-    if not wanted:
-        return {}
-    with lost_on_error(), sql.transaction():
-        sql.execute("SET LOCAL search_path = ''")
-        live = read_columns(sql, [shape.oid for shape in wanted])
-    found = {}
-    for shape in wanted:
-        columns = live.get(shape.oid, [])
-        if _is_live(shape, columns):
-            found[shape] = _details(shape, columns)
-    own = {shape: {one.type_oid for one in shape.columns if one.type_oid not in BUILT_IN.types} for shape in found}
-    if any(own.values()):
-        types = TypeCatalog.load(sql)
-        for shape, details in found.items():
-            details["types"] = types.subset(own[shape]).to_json() if own[shape] else None
-    return found
-
-
-def _is_live(shape: Relation, columns: list[TableColumn]) -> bool:
-    """Whether the catalog still has this shape. It may have more columns: not all need be published."""
-    names = {column.name for column in shape.columns}
-    there = [column for column in columns if column.name in names]  # both in the order of their numbers
-    if [(one.name, one.type_oid, one.typmod) for one in shape.columns] != [
-        (one.name, one.type_oid, one.typmod) for one in there
-    ]:
-        return False
-    identity = {one.name for one in there if one.is_primary_key and not one.is_deferrable}
-    return shape.replica_identity != "d" or {one.name for one in shape.columns if one.is_key} == identity
-
-
-def _details(shape: Relation, columns: list[TableColumn]) -> dict[str, Any]:
-    named = {column.name: column for column in columns}
-    described = [
-        {"name": one.name, "attnum": one.number, "type": one.pg_type, "ndims": one.ndims, "not_null": one.not_null}
-        for one in (named[column.name] for column in shape.columns)
-    ]
-    key = [name for _, name in sorted((one.key_place, one.name) for one in columns if one.key_place is not None)]
-    found = {"columns": described, "primary_key": key, "types": None}
-    return {**found, "is_key_deferrable": True} if any(one.is_deferrable for one in columns) else found

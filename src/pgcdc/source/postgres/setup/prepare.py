@@ -107,6 +107,7 @@ def _prepare(
     tables = frozenset(table for one in publications for table in one.tables)
     notes = (
         *(f"{text}; this holds for what is written from now on" for one in publications for text in one.changed),
+        *(text for one in publications for text in one.kept),
         *(f"table {table} is no longer captured: it was left out of --tables" for table in sorted(before - tables)),
         *(
             f"table {table} has no primary key or other replica identity: only its inserts and truncates are captured"

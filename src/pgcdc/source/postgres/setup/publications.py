@@ -48,6 +48,7 @@ class PublicationInfo:
     """The tables as they appear in the stream (partitions rather than their root, unless `via_root`)."""
     inserts_only: tuple[str, ...] = ()  # Tables without updates and deletes, as the user names them: to be reported
     changed: tuple[str, ...] = ()  # What we just changed in it besides its tables: to be reported
+    kept: tuple[str, ...] = ()  # What stays otherwise than wanted: to be reported
 
     @property
     def name(self) -> str:
@@ -102,7 +103,12 @@ def ensure(
         everything = read_tables(conn)
         _check_schemas(conn, selection)
         chosen = choose_tables(everything, selection, roots=version >= 130000)
-        full, inserts, incomplete = split_by_identity(chosen, everything)
+        existing = {item["name"]: item for item in read_fingerprint(conn, names)}
+        # A slot goes on as it began.
+        via_root = next(
+            (item["via_root"] for item in existing.values()), selection.partition_root and version >= 130000
+        )
+        full, inserts, incomplete = split_by_identity(chosen, everything, via_root=via_root)
         if review:
             _check_rules(rules, [*full, *inserts])
         members = {name: read_meanings(conn, name) for name in names}
@@ -110,12 +116,11 @@ def ensure(
             # A table with a rule that has got a key stays: the next start checks whether the rule fits the key.
             stay = [one for one in full if one.oid in members[names[1]] and (one.schema, one.table) in rules]
             full, inserts = [one for one in full if one not in stay], inserts + stay
-        existing = {item["name"]: item for item in read_fingerprint(conn, names)}
         for name, operations, wanted in zip(names, (OPERATIONS, INSERTS_ONLY), (full, inserts), strict=True):
             sql, found, now = quote_identifier(name), existing.get(name), members[name]
             generated = ("s" if selection.generated_columns else "n") if version >= GENERATED_SINCE else None
             if found is None:
-                statements += _creation(sql, operations, slot, version, generated)
+                statements += _creation(sql, operations, slot, version, generated, via_root)
             else:
                 _check_ours(found, operations, slot)
                 if review and generated and found["generated"] != generated:
@@ -124,7 +129,9 @@ def ensure(
                     )
                     changed.append(f"publication {name} sends generated columns: {_GENERATED[generated]}")
             meant = {
-                one.oid: _meaning(conn, one, rules, operations) if review or one.oid not in now else now[one.oid]
+                one.oid: _meaning(conn, one, rules, operations, via_root)
+                if review or one.oid not in now
+                else now[one.oid]
                 for one in wanted
             }
             replaced = [one for one in wanted if one.oid in now and now[one.oid] != meant[one.oid]]
@@ -143,7 +150,10 @@ def ensure(
             before_commit(made)
         sent = [_sent(conn, name) for name in names]
     told = tuple(table.name for table in incomplete)
-    return PublicationInfo(made[0], sent[0], (), tuple(changed)), PublicationInfo(made[1], sent[1], told)
+    roots = [table.name for table in chosen if table.kind == "p"] if via_root != selection.partition_root else []
+    names_of = "that of their root" if via_root else "their own names"
+    kept = tuple(f"partitions of table {name} keep {names_of}: the slot began that way" for name in roots)
+    return PublicationInfo(made[0], sent[0], (), tuple(changed), kept), PublicationInfo(made[1], sent[1], told)
 
 
 @explain_errors("drop the publication")
@@ -169,7 +179,7 @@ def _check_ours(found: dict[str, Any], operations: tuple[str, ...], slot: str) -
     if found["owner"] is None or found["all_tables"]:
         advice = f"Use it as it is with --publication {name}, or drop it: DROP PUBLICATION {sql}"
         raise SourceError(f"publication {name} exists and is not managed by pgcdc", advice)
-    if found["publish"] != list(operations) or found["via_root"]:
+    if found["publish"] != list(operations):
         advice = f"If the changes missed do not matter: DROP PUBLICATION {sql}, and start with a new slot"
         raise SourceError(f"publication {name} was changed: it publishes {', '.join(found['publish'])}", advice)
 
@@ -194,15 +204,20 @@ def _check_rules(rules: Rules, tables: Sequence[Table]) -> None:
             )
 
 
-def _meaning(conn: Connection, table: Table, rules: Rules, operations: tuple[str, ...]) -> Meaning:
+def _meaning(
+    conn: Connection, table: Table, rules: Rules, operations: tuple[str, ...], via_root: bool = False
+) -> Meaning:
     rule = rules.get((table.schema, table.table))
-    return resolve(conn, table, rule, with_updates=operations == OPERATIONS) if rule else Meaning()
+    with_updates = operations == OPERATIONS
+    return resolve(conn, table, rule, with_updates=with_updates, via_root=via_root) if rule else Meaning()
 
 
-def _creation(sql: str, operations: tuple[str, ...], slot: str, version: int, generated: str | None) -> Iterator[str]:
+def _creation(
+    sql: str, operations: tuple[str, ...], slot: str, version: int, generated: str | None, via_root: bool
+) -> Iterator[str]:
     options = f"publish = '{', '.join(operations)}'"
     if version >= 130000:
-        options += ", publish_via_partition_root = false"
+        options += f", publish_via_partition_root = {str(via_root).lower()}"
     if generated == "s":
         options += ", publish_generated_columns = stored"
     yield f"CREATE PUBLICATION {sql} WITH ({options})"
@@ -266,10 +281,11 @@ JOIN pg_publication p ON p.oid = r.prpubid WHERE p.pubname = %s
 """
 
 # The columns that the replica identity needs (none: all of them), those that the list has, and those that the filter uses.
+# The server judges by the partition that has the row.
 _FIT = """
 SELECT c.relreplident = 'f',
-       ARRAY(SELECT a.attname::text FROM pg_index i, unnest(i.indkey) k JOIN pg_attribute a ON a.attrelid = %(oid)s
-             AND a.attnum = k WHERE i.indrelid = %(oid)s AND CASE c.relreplident WHEN 'd' THEN i.indisprimary
+       ARRAY(SELECT a.attname::text FROM pg_index i, unnest(i.indkey) k JOIN pg_attribute a ON a.attrelid = c.oid
+             AND a.attnum = k WHERE i.indrelid = c.oid AND CASE c.relreplident WHEN 'd' THEN i.indisprimary
              WHEN 'i' THEN i.indisreplident ELSE false END),
        ARRAY(SELECT a.attname::text FROM pg_depend d JOIN pg_attribute a ON a.attrelid = %(oid)s AND a.attnum = d.refobjsubid
              WHERE d.classid = 'pg_publication_rel'::regclass AND d.refobjid = %(oid)s AND d.refobjsubid > 0
@@ -277,7 +293,7 @@ SELECT c.relreplident = 'f',
                             WHERE p.pubname = %(probe)s AND r.prrelid = %(oid)s)),
        ARRAY(SELECT a.attname::text FROM pg_attribute a WHERE a.attrelid = %(oid)s AND a.attnum > 0
              AND NOT a.attisdropped AND a.attgenerated = '' ORDER BY a.attnum)
-FROM pg_class c WHERE c.oid = %(oid)s
+FROM pg_class c WHERE c.oid = %(oid)s OR c.relkind = 'r' AND c.oid IN (SELECT relid FROM pg_partition_tree(%(oid)s))
 """
 
 
@@ -304,27 +320,28 @@ def read_meanings(conn: Connection, publication: str) -> dict[int, Meaning]:
     return {oid: Meaning(row_filter, columns) for oid, row_filter, columns in rows}
 
 
-def resolve(conn: Connection, table: Table, rule: Rule, *, with_updates: bool) -> Meaning:
+def resolve(conn: Connection, table: Table, rule: Rule, *, with_updates: bool, via_root: bool = False) -> Meaning:
     """A rule's meaning. Raises SourceError if the server refuses it, or would refuse the application's updates."""
     with conn.transaction(force_rollback=True):
-        _probe(conn, table, rule)
+        _probe(conn, table, rule, via_root)
         meaning = read_meanings(conn, _PROBE)
     if set(meaning) != {table.oid}:
         raise SourceError(f"the row filter of table {table.name} is more than one expression", _FILTER_ADVICE)
     if with_updates:
         with conn.transaction(force_rollback=True):
-            _probe(conn, table, Rule(rule.row_filter))
-            row = conn.execute(_FIT, {"oid": table.oid, "probe": _PROBE}).fetchone()
-        assert row is not None
-        _check_fit(table, rule, *row)
+            _probe(conn, table, Rule(rule.row_filter), via_root)
+            rows = conn.execute(_FIT, {"oid": table.oid, "probe": _PROBE}).fetchall()
+        for row in rows:
+            _check_fit(table, rule, *row)
     return meaning[table.oid]
 
 
 _FILTER_ADVICE = "Write an expression over the columns of the table: --row-filter 'orders=total > 100'"
 
 
-def _probe(conn: Connection, table: Table, rule: Rule) -> None:
-    statement = f"CREATE PUBLICATION {_PROBE} FOR TABLE ONLY {table.sql}{rule.to_sql()}"
+def _probe(conn: Connection, table: Table, rule: Rule, via_root: bool) -> None:
+    options = " WITH (publish_via_partition_root)" if via_root else ""
+    statement = f"CREATE PUBLICATION {_PROBE} FOR TABLE ONLY {table.sql}{rule.to_sql()}{options}"
     try:
         execute_one(conn, statement)
     except psycopg.errors.InsufficientPrivilege as error:
@@ -336,11 +353,12 @@ def _probe(conn: Connection, table: Table, rule: Rule) -> None:
         text = " ".join(str(error.diag.message_primary or error).split())
         detail = " ".join(str(error.diag.message_detail or "").split())
         reason = f"{text} ({detail.rstrip('.')})" if detail else text
-        raise SourceError(f"what is wanted of table {table.name} is refused: {reason}", _advise(table, rule)) from None
+        advice = _advise(table, rule, via_root)
+        raise SourceError(f"what is wanted of table {table.name} is refused: {reason}", advice) from None
 
 
-def _advise(table: Table, rule: Rule) -> str:
-    if table.kind == "p":
+def _advise(table: Table, rule: Rule, via_root: bool) -> str:
+    if table.kind == "p" and not via_root:
         return "Name its partitions in --tables, and give each of them its own --row-filter and --columns"
     return "Check --columns" if rule.columns and not rule.row_filter else _FILTER_ADVICE
 

@@ -95,23 +95,28 @@ def choose_tables(everything: Sequence[Table], selection: Selection, *, roots: b
 
 
 def split_by_identity(
-    chosen: Sequence[Table], everything: Sequence[Table]
+    chosen: Sequence[Table], everything: Sequence[Table], *, via_root: bool
 ) -> tuple[list[Table], list[Table], list[Table]]:
     """Tables to publish in full; for inserts only; and those of the second whose updates will really be missing. An
-    unidentified root goes to the second, since later partitions may have no identity, but its identified partitions go to
-    the first: the server sends what any of the publications allows."""
+    unidentified root goes to the second, since later partitions may have no identity. Without `via_root` its identified
+    partitions go to the first: the server sends what any of the publications allows. With it there is one table, whose rows
+    have a key or have none."""
     full: dict[int, Table] = {}
     inserts: list[Table] = []
     incomplete: list[Table] = []
     leaves = [leaf for leaf in everything if leaf.is_partition and leaf.kind == "r"]
+    oids = {table.oid for table in chosen} if via_root else set()
     for table in chosen:
+        if table.is_partition and oids.intersection(table.parents):
+            continue  # its changes come as those of the root
         partitions = [leaf for leaf in leaves if table.oid in leaf.parents] if table.kind == "p" else []
         if table.is_identified and all(leaf.is_identified for leaf in partitions):
             full[table.oid] = table
             continue
         inserts.append(table)
-        full.update({leaf.oid: leaf for leaf in partitions if leaf.is_identified})
-        if not partitions or not all(leaf.is_identified for leaf in partitions):
+        if not via_root:
+            full.update({leaf.oid: leaf for leaf in partitions if leaf.is_identified})
+        if via_root or not partitions or not all(leaf.is_identified for leaf in partitions):
             incomplete.append(table)
     return list(full.values()), [table for table in inserts if table.oid not in full], incomplete
 
@@ -266,6 +271,8 @@ class TableColumn:
     generated: str
     """`s` (stored), `v` (virtual) or empty. Virtual columns are never in the stream, stored ones by option."""
     is_readable: bool  # We may read it
+    missing: str | None = None
+    """The value that older rows have for it, as text: it was added with this constant as default."""
 
     @property
     def is_primary_key(self) -> bool:
@@ -280,7 +287,8 @@ def read_columns(conn: Connection, oids: Sequence[int]) -> dict[int, list[TableC
     return found
 
 
-# Columns that an index only includes belong to no key.
+# Columns that an index only includes belong to no key. A missing value is an array of one element; as text of the array it
+# would be quoted, and a box looks like several.
 _COLUMNS = """
 SELECT a.attrelid::int8, a.attname::text, a.atttypid::int8, a.atttypmod, a.attndims::int4, a.attnum::int4,
        format_type(a.atttypid, a.atttypmod), a.attnotnull,
@@ -288,7 +296,8 @@ SELECT a.attrelid::int8, a.attname::text, a.atttypid::int8, a.atttypmod, a.attnd
            WHEN 'd' THEN i.indisprimary WHEN 'i' THEN i.indisreplident END), false),
        max(array_position(i.indkey::int2[], a.attnum)) FILTER (WHERE i.indisprimary),
        coalesce(bool_or(NOT i.indimmediate) FILTER (WHERE i.indisprimary), false),
-       a.attgenerated::text, has_column_privilege(a.attrelid, a.attnum, 'SELECT')
+       a.attgenerated::text, has_column_privilege(a.attrelid, a.attnum, 'SELECT'),
+       max(CASE WHEN a.atthasmissing THEN array_to_string(a.attmissingval, '') END)
 FROM pg_attribute a JOIN pg_class c ON c.oid = a.attrelid
 LEFT JOIN pg_index i ON i.indrelid = c.oid AND a.attnum = ANY ((i.indkey::int2[])[0:i.indnkeyatts - 1])
 WHERE c.oid = ANY (%s::int8[]::oid[]) AND a.attnum > 0 AND NOT a.attisdropped

@@ -10,11 +10,12 @@ A file of rows has the schema CHANGES in any number of record batches, as `stage
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -253,6 +254,11 @@ def snapshot_mark(op: Op, snapshot: str, kind: str, table: Relation, rows: int) 
     texts = [snapshot, kind, table.namespace, table.name, str(rows)]
     values = pa.array([[text.encode() for text in texts]], CHANGES.field("new").type)
     return _batch(op, {"new": values}, 1, relation=-1)
+
+
+def schema_mark(details: Mapping[str, Any]) -> pa.RecordBatch:
+    """From here on a table is as the catalog says (`setup/watch.py`). No reader of the spool sees it as a change."""
+    return _batch(Op.SCHEMA_CHANGE, {"prefix": pa.array([json.dumps(details)])}, 1)
 
 
 def _batch(

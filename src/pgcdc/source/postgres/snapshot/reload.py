@@ -91,6 +91,10 @@ def _unseen(part: pa.RecordBatch, snapshot: str) -> Iterator[pa.RecordBatch]:
         yield pa.RecordBatch.from_arrays(left.columns[:-1], schema=CHANGES)
 
 
+def _place_of(shape: ShapeChange | None) -> Position | None:
+    return shape.position if shape is not None else None
+
+
 @dataclass(slots=True)
 class _Job:
     """A reload under way."""
@@ -165,7 +169,8 @@ class Reloads:
         if job.state.id not in {one.id for one in self._queue.entries() if not one.is_ended}:  # stopped by a user
             self._drop(0.0)
         elif job.read is not None and end.commit >= job.read.lsn and Releases.has_place(end):
-            if self.shape_of(job.window.oid) is job.shape and job.window.relations <= {job.read.table.relation}:
+            is_same = _place_of(self.shape_of(job.window.oid)) == _place_of(job.shape)
+            if is_same and job.window.relations <= {job.read.table.relation}:
                 return self._release(job, job.read, end)
             logger.info("table %s was altered while it was read; its reload begins again", job.read.table.title)
             self._drop(0.0)

@@ -1,0 +1,223 @@
+"""What the catalog says about the shapes of tables, which the stream does not: the numbers of columns, what old rows have in
+a new column, the primary key, the partitions, the rules of the publication."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pgcdc.core.relation import Relation
+from pgcdc.postgres.database import Connection
+from pgcdc.postgres.types.catalog import BUILT_IN, TypeCatalog, type_name
+from pgcdc.source.postgres.setup.tables import RULES_SINCE, TableColumn, read_columns
+
+_MAX_GUESSES = 10_000
+
+# Without locks: partitions may be locked by somebody who alters them. A partition that was made as one has a column that was
+# never touched since: ATTACH would have counted its parent. The size is asked only of those that were attached.
+_TABLES = """
+SELECT c.oid::int8, c.relkind = 'p', c.relnatts::int4, pg_relation_filenode(c.oid)::int8
+FROM pg_class c WHERE c.oid = ANY (%s::int8[]::oid[])
+"""
+_LEAVES = """
+WITH RECURSIVE link AS (
+    SELECT i.inhparent, i.inhrelid, i.xmin::text AS since, EXISTS (
+        SELECT FROM pg_attribute s JOIN pg_attribute a ON a.attrelid = s.attrelid AND a.attnum > 0 AND a.attinhcount > 0
+            AND a.xmin = s.xmin AND a.cmin = s.cmin
+        WHERE s.attrelid = i.inhrelid AND s.attnum = -1) AS is_made
+    FROM pg_inherits i),
+tree AS (
+    SELECT inhparent AS root, inhrelid, since, is_made FROM link WHERE inhparent = ANY (%s::int8[]::oid[])
+    UNION ALL SELECT t.root, l.inhrelid, t.since || ' ' || l.since, t.is_made AND l.is_made
+    FROM tree t JOIN link l ON l.inhparent = t.inhrelid)
+SELECT t.root::int8, t.inhrelid::int8::text, pg_relation_filenode(c.oid)::int8, CASE WHEN NOT t.is_made THEN t.since END,
+       CASE WHEN NOT t.is_made THEN pg_relation_size(c.oid) > 0 ELSE false END
+FROM tree t JOIN pg_class c ON c.oid = t.inhrelid AND c.relkind = 'r' ORDER BY c.oid
+"""
+_RULES = """
+SELECT r.prrelid::int8, pg_get_expr(r.prqual, r.prrelid),
+       (SELECT array_agg(a.attname::text ORDER BY a.attnum) FROM pg_attribute a
+        WHERE a.attrelid = r.prrelid AND a.attnum = ANY (r.prattrs::int2[]))
+FROM pg_publication_rel r JOIN pg_publication p ON p.oid = r.prpubid
+WHERE p.pubname = ANY (%s) AND r.prrelid = ANY (%s::int8[]::oid[]) ORDER BY r.oid
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogEntry:
+    """A table in the current catalog."""
+
+    columns: list[TableColumn]
+    facts: dict[str, Any]
+    """As in the details of a shape: `natts`, `filenode`, `leaves`, `attached`, `joined` and `published`."""
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogLook:
+    """The catalog at one moment."""
+
+    entries: Mapping[int, CatalogEntry] = field(default_factory=dict)  # By oid
+    types: TypeCatalog = BUILT_IN
+
+    def describe(self, shape: Relation, before: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
+        """The details of a shape, if its table still has it, or if `before`, the details of the shape before, proves which
+        columns it has. None: nobody knows.
+
+        `columns` in order, each with name, attnum, type (as in SQL, with its schema unless built in), ndims, not_null, and
+        `missing` if older rows have a constant there; `primary_key` with its columns in order; `types`: what types that are
+        not built in are made of, as in TypeCatalog.to_json() (None if there are none). Where it applies:
+        `is_key_deferrable`; `natts`, the largest column number ever given; `hidden`, the numbers of columns that are not in
+        the shape; `filenode` of an ordinary table, which a rewrite changes; of a root `leaves` with their filenodes by oid,
+        `attached`, those of them that had rows of their own, and `joined`, when each of these was attached; `published`, the
+        row filter and column list of the publications; `is_proven`: the table had moved on, and the rest is not known.
+        """
+        entry = self.entries.get(shape.oid)
+        if entry is None:
+            return None
+        if _is_live(shape, entry.columns):
+            details = {**_details(shape, entry.columns), **entry.facts}
+        else:
+            numbers = None if before is None else prove_numbers(before, [one.name for one in shape.columns], entry)
+            if before is None or numbers is None:
+                return None
+            details = self._proven(shape, numbers, before, entry)
+        own = _own_types([shape])
+        return {**details, "types": self.types.subset(own).to_json() if own else None}
+
+    def _proven(
+        self, shape: Relation, numbers: list[int], before: Mapping[str, Any], entry: CatalogEntry
+    ) -> dict[str, Any]:
+        live = {(one.number, one.type_oid, one.typmod): one for one in entry.columns}
+        columns = []
+        for one, number in zip(shape.columns, numbers, strict=True):
+            now = live.get((number, one.type_oid, one.typmod))
+            name = (
+                type_name(one.type_oid, one.typmod) if one.type_oid in BUILT_IN.types else self.types.name(one.type_oid)
+            )
+            told = (now.pg_type, now.ndims) if now is not None else (name, 0)
+            columns.append({"name": one.name, "attnum": number, "type": told[0], "ndims": told[1], "not_null": False})
+        names = {one["attnum"]: one["name"] for one in columns}
+        old = {one["name"]: one["attnum"] for one in before["columns"]}
+        identity = {one.name for one in shape.columns if one.is_key}
+        keys: list[list[Any]] = [
+            [names.get(old.get(name, 0)) for name in before["primary_key"]],
+            [names.get(one.number) for one in _primary_key(entry.columns)],
+            [one.name for one in shape.columns if one.is_key],
+        ]
+        if shape.replica_identity == "d":  # the stream says which columns, the others in which order
+            key = next(one for one in keys if set(one) == identity)
+        else:
+            key = [] if None in keys[0] else keys[0]
+        natts = max(before["natts"], *numbers)
+        return {"columns": columns, "primary_key": key, "types": None, "natts": natts, "is_proven": True}
+
+
+def read_catalog(sql: Connection, shapes: Iterable[Relation], publications: Sequence[str]) -> CatalogLook:
+    """What the catalog has now of the tables of these shapes. psycopg's errors come out."""
+    wanted = list(shapes)
+    oids = list({shape.oid for shape in wanted})
+    if not oids:
+        return CatalogLook()
+    with sql.transaction():
+        sql.execute("SET LOCAL search_path = ''")
+        columns = read_columns(sql, oids)
+        facts = _read_facts(sql, oids, publications)
+    types = TypeCatalog.load(sql) if _own_types(wanted) else BUILT_IN
+    return CatalogLook({oid: CatalogEntry(columns.get(oid, []), facts[oid]) for oid in facts}, types)
+
+
+def _read_facts(sql: Connection, oids: list[int], publications: Sequence[str]) -> dict[int, dict[str, Any]]:
+    found: dict[int, dict[str, Any]] = {}
+    for oid, is_root, natts, filenode in sql.execute(_TABLES, [oids]).fetchall():
+        rest = {"leaves": {}, "attached": []} if is_root else {"filenode": filenode}
+        found[oid] = {"natts": natts, **rest}
+    if roots := [oid for oid, facts in found.items() if "leaves" in facts]:
+        for root, leaf, filenode, since, has_rows in sql.execute(_LEAVES, [roots]).fetchall():
+            found[root]["leaves"][leaf] = filenode
+            if since is not None:
+                found[root].setdefault("joined", {})[leaf] = since
+            if has_rows:
+                found[root]["attached"].append(leaf)
+    if sql.info.server_version >= RULES_SINCE:
+        rules: dict[int, list[tuple[str | None, list[str] | None]]] = {}
+        for oid, *rule in sql.execute(_RULES, [list(publications), oids]).fetchall():
+            rules.setdefault(oid, []).append((rule[0], rule[1]))
+        for oid, several in rules.items():
+            # The server sends what any of the publications has.
+            filters = [row_filter for row_filter, _ in several if row_filter is not None]
+            lists = [columns for _, columns in several if columns is not None]
+            row_filter = " OR ".join(filters) if len(filters) == len(several) else None
+            listed = lists[0] if len(lists) == len(several) else None
+            if oid in found and (row_filter is not None or listed is not None):
+                found[oid]["published"] = {"row_filter": row_filter, "columns": listed}
+    return found
+
+
+def _own_types(shapes: Iterable[Relation]) -> set[int]:
+    return {one.type_oid for shape in shapes for one in shape.columns if one.type_oid not in BUILT_IN.types}
+
+
+def _is_live(shape: Relation, columns: list[TableColumn]) -> bool:
+    """Whether the catalog still has this shape. It may have more columns: not all need be published."""
+    names = {column.name for column in shape.columns}
+    there = [column for column in columns if column.name in names]  # both in the order of their numbers
+    if [(one.name, one.type_oid, one.typmod) for one in shape.columns] != [
+        (one.name, one.type_oid, one.typmod) for one in there
+    ]:
+        return False
+    identity = {one.name for one in there if one.is_primary_key and not one.is_deferrable}
+    return shape.replica_identity != "d" or {one.name for one in shape.columns if one.is_key} == identity
+
+
+def _details(shape: Relation, columns: list[TableColumn]) -> dict[str, Any]:
+    named = {column.name: column for column in columns}
+    described = [
+        {
+            "name": one.name, "attnum": one.number, "type": one.pg_type, "ndims": one.ndims, "not_null": one.not_null,
+            **({} if one.missing is None else {"missing": one.missing}),
+        }
+        for one in (named[column.name] for column in shape.columns)
+    ]  # fmt: skip
+    shown = {one["attnum"] for one in described}
+    hidden = [one.number for one in columns if one.number not in shown]
+    return {
+        "columns": described,
+        "primary_key": [one.name for one in _primary_key(columns)],
+        **({"is_key_deferrable": True} if any(one.is_deferrable for one in columns) else {}),
+        **({"hidden": hidden} if hidden else {}),
+    }
+
+
+def _primary_key(columns: Iterable[TableColumn]) -> list[TableColumn]:
+    return sorted((one for one in columns if one.key_place is not None), key=lambda one: one.key_place or 0)
+
+
+def prove_numbers(before: Mapping[str, Any], names: Sequence[str], now: CatalogEntry) -> list[int] | None:
+    """The numbers of the columns `names` of a shape that came after `before` and that the table no longer has; None if there
+    is more than one way. Columns stand in the order of their numbers. One that is there before and now was there in between.
+    A new one gets a larger number than any before, and no number returns.
+
+    One step is likely beyond doubt rather than certain: of two new columns that exist now, the one with the larger number
+    came later, unless the other was a generated column that was not published then. So the names must agree as well.
+    """
+    if "natts" not in before or "hidden" in before or before.get("published", {}).get("columns"):
+        return None  # a column that was not published may have been published later
+    live = {one.number: one.name for one in now.columns if not one.generated}
+    old = {one["attnum"] for one in before["columns"]}
+    new = set(range(before["natts"] + 1, now.facts["natts"] + 1))
+    stayed = old & live.keys()
+    free = sorted((old | new) - stayed)
+    count = len(names) - len(stayed)
+    if not 0 <= count <= len(free) or math.comb(len(free), count) > _MAX_GUESSES:
+        return None
+    ways = [sorted({*stayed, *chosen}) for chosen in itertools.combinations(free, count)]
+    if len(ways) > 1:
+        arrived = sorted(new & live.keys())
+        ways = [way for way in ways if all(one in way for one in arrived if one < way[-1])]
+        said = [dict(zip(way, names, strict=True)) for way in ways]
+        if any(live[one] != way[one] for way in said for one in arrived if one in way):
+            return None
+    return ways[0] if len(ways) == 1 else None

@@ -1,0 +1,110 @@
+"""Looks at the catalog regularly, for what no row tells: a table that was altered and not written to since, a partition that
+was attached. A cheap query has a digest of each table; only those with another one are looked at more closely. What is found
+becomes a mark in the stream, behind everything that was written before the look: so nothing of it comes too early, and rows
+in between that tell it first make the mark unnecessary."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import psycopg
+
+from pgcdc.core.errors import ConnectionLost, SourceError
+from pgcdc.core.relation import Relation, ShapeChange
+from pgcdc.postgres.database import Connection
+from pgcdc.source.postgres.setup.guard import ShapeObserver, is_other, wal_place
+from pgcdc.source.postgres.setup.shapes import read_catalog
+from pgcdc.source.postgres.setup.tables import read_published
+from pgcdc.source.postgres.snapshot.marks import Mark, Marks
+from pgcdc.source.postgres.snapshot.releases import schema_mark
+
+logger = logging.getLogger("pgcdc.capture")
+
+INTERVAL_S = 1.0
+SHARE = 0.01  # Of the time, at most
+
+# Whatever is altered, a row of the catalog gets another xmin. Statistics do not count: they are written in place.
+_DIGESTS = """
+WITH RECURSIVE tree AS (
+    SELECT i.inhparent AS root, i.inhrelid, i.xmin::text AS since FROM pg_inherits i
+    WHERE i.inhparent = ANY (%(oids)s::int8[]::oid[])
+    UNION ALL SELECT t.root, i.inhrelid, i.xmin::text FROM tree t JOIN pg_inherits i ON i.inhparent = t.inhrelid)
+SELECT c.oid::int8, md5(concat_ws(' ', n.nspname, c.relname, c.relreplident, c.relnatts,
+    (SELECT string_agg(a.attnum || ':' || a.xmin::text, ',' ORDER BY a.attnum) FROM pg_attribute a
+     WHERE a.attrelid = c.oid AND a.attnum > 0),
+    (SELECT string_agg(i.indexrelid || ':' || i.xmin::text, ',' ORDER BY i.indexrelid) FROM pg_index i
+     WHERE i.indrelid = c.oid),
+    (SELECT string_agg(r.oid::text, ',' ORDER BY r.oid) FROM pg_publication_rel r WHERE r.prrelid = c.oid),
+    (SELECT string_agg(t.inhrelid || ':' || t.since || ':' || l.relfilenode, ',' ORDER BY t.inhrelid)
+     FROM tree t JOIN pg_class l ON l.oid = t.inhrelid WHERE t.root = c.oid),
+    CASE WHEN c.oid = ANY (%(typed)s::int8[]::oid[]) THEN
+        (SELECT string_agg(e.oid || ':' || e.xmin::text, ',' ORDER BY e.oid) FROM pg_enum e) END))
+FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE c.oid = ANY (%(oids)s::int8[]::oid[])
+"""
+
+
+class CatalogWatch:
+    """Of the tables that the stream has shown. Nothing of it survives a crash: the first look is at all of them."""
+
+    def __init__(self, publications: Sequence[str], shapes: ShapeObserver, marks: Marks) -> None:
+        self._publications = publications
+        self._shapes = shapes
+        self._marks = marks
+        self._digests: dict[int, str] = {}
+        self._asked: dict[int, ShapeChange] = {}  # Tables with a mark on its way, as they were known
+        self._due = 0.0
+
+    def look(self, sql: Connection) -> None:
+        """Look if it is time to. What somebody has locked, or drops just now, is looked at later."""
+        begun = time.monotonic()
+        if begun < self._due:
+            return
+        try:
+            with sql.transaction():
+                sql.execute("SET LOCAL lock_timeout = '100ms'")
+                self._compare(sql)
+        except (psycopg.Error, SourceError) as error:
+            if sql.broken:
+                raise ConnectionLost("the server ended the connection") from error
+            logger.debug("the catalog is looked at later: %s", error)
+        now = time.monotonic()
+        self._due = now + max(INTERVAL_S, (now - begun) / SHARE)
+
+    def _compare(self, sql: Connection) -> None:
+        known = self._shapes.current
+        self._asked = {oid: one for oid, one in self._asked.items() if known.get(oid) is one}
+        typed = [oid for oid, one in known.items() if one.details is not None and one.details["types"] is not None]
+        digests: dict[int, str] = dict(sql.execute(_DIGESTS, {"oids": list(known), "typed": typed}).fetchall())
+        changed = [
+            oid for oid, digest in digests.items() if self._digests.get(oid) != digest and oid not in self._asked
+        ]
+        if not changed:
+            return
+        only = changed[0] if len(changed) == 1 else 0
+        published = {one.relation.oid: one.relation for one in read_published(sql, self._publications, only)}
+        shapes = [published[oid] for oid in changed if oid in published]
+        look = read_catalog(sql, shapes, self._publications)
+        lsn = 0
+        for shape in shapes:
+            details, before = look.describe(shape), known[shape.oid]
+            if details is None:  # it is being altered
+                continue
+            self._digests[shape.oid] = digests[shape.oid]
+            if is_other(before, shape, details):
+                lsn = lsn or wal_place(sql)
+                self._ask(lsn, shape, details, before)
+            else:
+                self._shapes.adopt(shape.oid, details)
+
+    def _ask(self, lsn: int, shape: Relation, details: Mapping[str, Any], before: ShapeChange) -> None:
+        def make() -> Mark | None:
+            if self._shapes.current.get(shape.oid) is before:
+                return Mark([schema_mark(details)], shape)
+            self._digests.pop(shape.oid, None)  # rows have told something: look again
+            return None
+
+        self._asked[shape.oid] = before
+        self._marks.ask(lsn, make)
