@@ -190,7 +190,8 @@ def compare(source: str, target: str, tables: Sequence[str]) -> list[str]:
                 continue
             listed = ", ".join(f'"{name}"::text' for name in columns) or "NULL"
             query = f"SELECT row_text, count(*) FROM (SELECT ROW({listed})::text AS row_text FROM {table}) x GROUP BY 1"
-            wanted, has = (dict(one.execute(query).fetchall()) for one in (here, there))
+            wanted: dict[str, int] = dict(here.execute(query).fetchall())
+            has: dict[str, int] = dict(there.execute(query).fetchall())
             missing_rows = {row: count for row, count in wanted.items() if has.get(row) != count}
             extra = {row: count for row, count in has.items() if wanted.get(row) != count}
             if missing_rows or extra:

@@ -43,6 +43,8 @@ def why_reload(change: ShapeChange, differences: Sequence[Difference], *, is_par
     moved = next((one for one in differences if one["type"] == "partitions_changed"), None)
     if moved is not None and (moved["removed"] or moved["rewritten"] or moved["attached"]):
         return "partitions with rows were attached, detached, truncated or rewritten, which no event tells"
+    if "rewritten" in kinds:
+        return "its rows were rewritten by ALTER TABLE (a default that is computed, a type change)"
     if "published_changed" in kinds:
         return "the row filter or column list of its publication was changed"
     if kinds <= _FREE | {"partitions_changed"}:

@@ -238,6 +238,19 @@ def _diff_rows(
     before: Mapping[str, Any], after: Mapping[str, Any], old_ids: _Ids, new_ids: _Ids
 ) -> Iterator[dict[str, Any]]:
     """What gives the table other rows without any change in the stream."""
+    files = [one.get("filenode") for one in (before, after)]
+    if None not in files and files[0] != files[1]:
+        olds, news = ({one["attnum"]: one for one in details["columns"]} for details in (before, after))
+        # VACUUM FULL and TRUNCATE write the table anew as well, but touch no column, except for its missing value.
+        altered = [
+            news[number]["name"]
+            for number in olds.keys() & news.keys()
+            if {"since"} <= olds[number].keys() & news[number].keys()
+            and olds[number]["since"] != news[number]["since"]
+            and ("missing" in news[number] or "missing" not in olds[number])
+        ]
+        if altered:
+            yield {"type": "rewritten", "columns": sorted(altered)}
     if "leaves" in before and "leaves" in after:
         olds, news = before["leaves"], after["leaves"]
         links = [one.get("joined", {}) for one in (before, after)]
@@ -292,6 +305,7 @@ _SAID = {
     "key_columns_changed": "key changed from ({old}) to ({new})",
     "types_changed": "types changed: {types}",
     "partitions_changed": "partitions changed: {added} added, {removed} removed, {rewritten} rewritten",
+    "rewritten": "rows rewritten; columns altered: {columns}",
     "published_changed": "row filter or columns of the publication changed",
 }
 

@@ -162,7 +162,8 @@ def read_slice(
 ) -> tuple[pa.Table, pa.Table]:
     """The changes in range, and each row's transaction. With `markers`, a BEGIN before and a COMMIT after each transaction;
     with `shapes`, a SCHEMA_CHANGE before the first row of each, or in place of its mark. Their positions depend on the
-    transaction alone, so that a replay with other cuts has the same ones. With `addressed`, also rows that are only for some adapters."""
+    transaction alone, so that a replay with other cuts has the same ones. With `addressed`, also rows that are only for
+    some adapters."""
     table = open_segment(Path(piece.path), piece.written)
     transactions = pa.ipc.read_record_batch(pa.py_buffer(piece.transactions), TRANSACTIONS)
     counts = transactions.column("rows").to_numpy()

@@ -149,7 +149,7 @@ class Targets:
         """`were_there`: tables that the target had. A missing one is not recreated as new: it would lack rows."""
         self.conn, self.options, self.name_of, self.say = conn, options, options.names, say
         self._known: dict[TableName, TargetTable | None] = {}
-        self.were_there = set(were_there)  # With what is there now; without names that are free by right
+        self.were_there = set(were_there)  # With those written to since; without names that are free by right
 
     def forget(self, name: TableName) -> None:
         """It was altered."""
@@ -190,6 +190,7 @@ class Targets:
         target = self.find(name)
         if target is None:
             return self.create(source, name, columns, key)
+        self.were_there.add(name)
         missing = [column for column in columns if column not in target.columns]
         if not missing:
             return target
@@ -222,6 +223,7 @@ class Targets:
             )
         self.create_schema(name[0], f"cannot create table {title} at the target")
         self.run(statement, f"cannot create table {title} at the target")
+        self.were_there.add(name)
         self.say(f"table {title} created{note}")
         return self.load_again(name)
 

@@ -66,13 +66,14 @@ class CatalogLook:
         """The details of a shape, if its table still has it, or if `before`, the details of the shape before, proves which
         columns it has. None: nobody knows.
 
-        `columns` in order, each with name, attnum, type (as in SQL, with its schema unless built in), ndims, not_null, and
-        `missing` if older rows have a constant there; `primary_key` with its columns in order; `types`: what types that are
-        not built in are made of, as in TypeCatalog.to_json() (None if there are none). Where it applies:
-        `is_key_deferrable`; `natts`, the largest column number ever given; `hidden`, the numbers of columns that are not in
-        the shape; `filenode` of an ordinary table, which a rewrite changes; of a root `leaves` with their filenodes by oid,
-        `attached`, those of them that had rows of their own, and `joined`, when each of these was attached; `published`, the
-        row filter and column list of the publications; `is_proven`: the table had moved on, and the rest is not known.
+        `columns` in order, each with name, attnum, type (as in SQL, with its schema unless built in), ndims, not_null,
+        `since` (the transaction that altered it last), and `missing` if older rows have a constant there; `primary_key` with
+        its columns in order; `types`: what types that are not built in are made of, as in TypeCatalog.to_json() (None if
+        there are none). Where it applies: `is_key_deferrable`; `natts`, the largest column number ever given; `hidden`, the
+        numbers of columns that are not in the shape; `filenode` of an ordinary table, which a rewrite changes; of a root
+        `leaves` with their filenodes by oid, `attached`, those of them that had rows of their own, and `joined`, when each
+        of these was attached; `published`, the row filter and column list of the publications; `is_proven`: the table had
+        moved on, and the rest is not known.
         """
         entry = self.entries.get(shape.oid)
         if entry is None:
@@ -177,7 +178,7 @@ def _details(shape: Relation, columns: list[TableColumn]) -> dict[str, Any]:
     described = [
         {
             "name": one.name, "attnum": one.number, "type": one.pg_type, "ndims": one.ndims, "not_null": one.not_null,
-            **({} if one.missing is None else {"missing": one.missing}),
+            "since": one.since, **({} if one.missing is None else {"missing": one.missing}),
         }
         for one in (named[column.name] for column in shape.columns)
     ]  # fmt: skip

@@ -273,6 +273,7 @@ class TableColumn:
     is_readable: bool  # We may read it
     missing: str | None = None
     """The value that older rows have for it, as text: it was added with this constant as default."""
+    since: str = ""  # The transaction that touched its catalog entry last
 
     @property
     def is_primary_key(self) -> bool:
@@ -297,7 +298,7 @@ SELECT a.attrelid::int8, a.attname::text, a.atttypid::int8, a.atttypmod, a.attnd
        max(array_position(i.indkey::int2[], a.attnum)) FILTER (WHERE i.indisprimary),
        coalesce(bool_or(NOT i.indimmediate) FILTER (WHERE i.indisprimary), false),
        a.attgenerated::text, has_column_privilege(a.attrelid, a.attnum, 'SELECT'),
-       max(CASE WHEN a.atthasmissing THEN array_to_string(a.attmissingval, '') END)
+       max(CASE WHEN a.atthasmissing THEN array_to_string(a.attmissingval, '') END), max(a.xmin::text)
 FROM pg_attribute a JOIN pg_class c ON c.oid = a.attrelid
 LEFT JOIN pg_index i ON i.indrelid = c.oid AND a.attnum = ANY ((i.indkey::int2[])[0:i.indnkeyatts - 1])
 WHERE c.oid = ANY (%s::int8[]::oid[]) AND a.attnum > 0 AND NOT a.attisdropped
