@@ -7,15 +7,18 @@ import random
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psycopg
 import pyarrow as pa
+import pyarrow.compute as pc
 from databases import drop_database
 from psycopg import sql
 
+from pgcdc.core.errors import ReloadNeeded
 from pgcdc.core.position import Position
 from pgcdc.core.relation import Relations, ShapeHistory
 from pgcdc.core.state import StateDir
@@ -35,6 +38,9 @@ from pgcdc.sink.pg_table.target import Blame, blame, describe_fault
 from pgcdc.source.postgres.options import ToastOptions
 from pgcdc.source.postgres.setup.guard import ShapeObserver
 from pgcdc.source.postgres.setup.slots import create_slot
+from pgcdc.source.postgres.setup.tables import find_published
+from pgcdc.source.postgres.snapshot.copy import copy_rows, copy_statement
+from pgcdc.source.postgres.snapshot.releases import number_rows, snapshot_rows, truncated_rows
 from pgcdc.source.postgres.toast.resolver import ToastStep
 from pgcdc.source.postgres.wire.stream import Capture
 
@@ -71,10 +77,11 @@ class Source:
         self.state.create()
         self.start = self.end = Position.end(lsn)
         self._toast = ToastStep(ToastOptions(), ("p",), self.state, resume=Position.end(lsn), instance="1")
-        self._observer = ShapeObserver(self.state.shapes_file, self.start)
+        self._observer = ShapeObserver(self.state.shapes_file, self.start, ["p"])
         self._history = ShapeHistory(self.state.shapes_file)
+        self._relations = Relations()
         self._capture = Capture(
-            url, slot=slot, publications=["p"], start_lsn=lsn, confirmed_lsn=lsn, relations=Relations()
+            url, slot=slot, publications=["p"], start_lsn=lsn, confirmed_lsn=lsn, relations=self._relations
         )
         self._capture.connect()
 
@@ -112,6 +119,26 @@ class Source:
         empty = pa.schema([("position", pa.string()), *FORMS["tables"]]).empty_table()
         return Batch(start, self.end, pa.concat_tables([empty, *tables]), read_shapes(shapes))
 
+    def whole_table(self, oid: int) -> Batch:
+        """The rows of a table as its reload brings them, behind everything that was read."""
+        table = find_published(self.sql, ["p"], oid)
+        assert table is not None, oid
+        with self.sql.transaction():
+            statement = copy_statement(table.columns, table.source, [])
+            values = list(copy_rows(self.sql, statement, len(table.columns)))
+        parts = [truncated_rows(), *(snapshot_rows(one, len(table.columns)) for one in values)]
+        start, made, shapes, ordinal = self.end, [], [], 0
+        for part in parts:
+            piece = number_rows(part, self.end.commit, ordinal, table.relation, self._relations, time_us=0)
+            self._observer.observe(piece, self.sql)
+            self._history.refresh()
+            rows, beside = tables_of(piece, Described(changes=tuple(self._history.changes)))
+            made.append(rows)
+            shapes.append(beside)
+            ordinal += part.num_rows
+        self.end = Position.behind(self.end.commit)
+        return Batch(start, self.end, pa.concat_tables(made), read_shapes(shapes))
+
 
 def tables_of(piece: Any, described: Described) -> tuple[pa.Table, str]:
     """The changes in the form of tables, and the shapes beside them."""
@@ -139,6 +166,7 @@ class Mirror:
         self.options = PgTableOptions(mode="apply", **options)
         self.shapes = ShapeHistory(state.shapes_file)
         self.tables: set[tuple[str, str]] = set()
+        self.held: dict[int, str] = {}  # Tables that come whole later, and why
         self.restart()
 
     def restart(self) -> None:
@@ -149,15 +177,36 @@ class Mirror:
 
     def begin(self) -> None:
         """What is known of the target is forgotten, but for what was committed."""
-        self.applier = Applier(self.sql, self.options, self.shapes, ("mirror", ""), self.said.append, self.tables)
+        self.applier = Applier(
+            self.sql, self.options, self.shapes, ("mirror", ""), self.said.append, self.tables, held=lambda: self.held
+        )
 
     def close(self) -> None:
         self.sql.close()
 
     def apply(self, batch: Batch, *refused: Batch) -> None:
-        with self.sql.transaction():
-            found = self.applier.apply(self._as_tables(batch), refused)
+        """As the runner does it: a table that cannot follow is left out until `reload`."""
+        while True:
+            try:
+                with self.sql.transaction():
+                    found = self.applier.apply(self._without_held(self._as_tables(batch)), refused)
+                break
+            except ReloadNeeded as error:
+                self.held |= {oid: reason for oid, (_, reason) in error.tables.items()}
         self.tables = self.applier.tables = found
+
+    def _without_held(self, batch: Batch) -> Batch:
+        out = [number for number, shape in batch.shapes.items() if shape.relation.oid in self.held]
+        if not out:
+            return batch
+        is_out = pc.is_in(batch.events.column("relation"), pa.array(out, pa.int32()))
+        return replace(batch, events=batch.events.filter(pc.invert(is_out)))
+
+    def reload(self, source: Source) -> None:
+        """Replace what was left out by what the source has now."""
+        for oid in list(self.held):
+            del self.held[oid]
+            self.apply(source.whole_table(oid))
 
     def _as_tables(self, batch: Batch) -> Batch:
         """As the runner does it: dead letters, and what tests change, are lines."""

@@ -13,14 +13,13 @@ from typing import Any
 
 from pgcdc.core.relation import ShapeChange
 from pgcdc.event.edits import SimpleChain
-from pgcdc.event.shape import diff_shapes
+from pgcdc.event.shape import NEW_VALUES, diff_shapes
 
 Difference = dict[str, Any]
 Details = Mapping[str, Any]
 
 _FREE = {"table_renamed", "columns_reordered", "replica_identity_changed", "types_changed"}
 """What leaves the values of all rows alone, whether the catalog was read in time or not."""
-_NEW_VALUES = {"column_added", "column_replaced", "column_type_changed"}
 _ADDED = ("column_added", "column_replaced")
 
 
@@ -51,12 +50,12 @@ def why_reload(change: ShapeChange, differences: Sequence[Difference], *, is_par
         return ""
     if old is None or new is None:
         return "it was altered again before its catalog could be read, so its old rows are not known"
-    if is_partial and kinds & _NEW_VALUES:
+    if is_partial and kinds.intersection(NEW_VALUES):
         return "its columns were changed, and only the transforms know what becomes of old rows"
     added = sum(one["type"] in _ADDED for one in differences)
-    if "natts" in old and "natts" in new and new["natts"] - old["natts"] != added and kinds & _NEW_VALUES:
+    if "natts" in old and "natts" in new and new["natts"] - old["natts"] != added and kinds.intersection(NEW_VALUES):
         return "columns were added and dropped in between"
-    if kinds & _NEW_VALUES and not _is_same_file(old, new):
+    if kinds.intersection(NEW_VALUES) and not _is_same_file(old, new):
         return "its rows were rewritten by ALTER TABLE (a default that is computed, a type change)"
     return ""
 

@@ -168,7 +168,12 @@ def diff_shapes(change: ShapeChange) -> list[dict[str, Any]]:
     found += [*_diff_columns(before, after, *ids), *_diff_keys(before, after, *ids)]
     if before.details is not None and after.details is not None:
         found += [*_diff_types(before.details, after.details), *_diff_rows(before.details, after.details, *ids)]
+    if any(one["type"] in NEW_VALUES for one in found):  # which says it already
+        found = [one for one in found if one["type"] != "rewritten"]
     return found
+
+
+NEW_VALUES = ("column_added", "column_replaced", "column_type_changed")
 
 
 _Ids = Mapping[str, int]
@@ -227,11 +232,14 @@ def _diff_keys(before: TableShape, after: TableShape, old_ids: _Ids, new_ids: _I
 
 
 def _diff_types(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Types of both shapes that are made of something else now: an enum with another label."""
+    """Types of both shapes that are made of something else now: an enum with another label, say."""
     olds, news = ({row[0]: row for row in (one["types"] or {"types": []})["types"]} for one in (before, after))
     # Before it goes through the file, a list is a tuple.
-    if changed := [news[oid][1] for oid in news if oid in olds and _to_json([olds[oid]]) != _to_json([news[oid]])]:
-        yield {"type": "types_changed", "types": changed}
+    changed = {news[oid][1] for oid in news if oid in olds and _to_json([olds[oid]]) != _to_json([news[oid]])}
+    old_labels, new_labels = (one.get("enums", {}) for one in (before, after))
+    changed |= {name for name in new_labels if name in old_labels and old_labels[name] != new_labels[name]}
+    if changed:
+        yield {"type": "types_changed", "types": sorted(changed)}
 
 
 def _diff_rows(

@@ -164,8 +164,14 @@ class Applier:
         target = writer.targets.of(source)
         key = choose_key(source, replace(target, primary_key=()) if target is not None else None, names)
         history = [change for change in self._shapes.changes if change.after.oid == run.relation.oid]
-        rebuild(writer.targets, source, key, history)
+        rebuild(writer.targets, source, key, history, self._taken(run.relation.oid, _LAST))
         writer.forget(source)
+
+    def _taken(self, oid: int, position: Position) -> set[TableName]:
+        """The names at the target that belong to other tables by then."""
+        last = {one.after.oid: one.after for one in self._shapes.changes if one.position <= position}
+        name_of = self._open().targets.name_of
+        return {name_of((one.namespace, one.name)) for number, one in last.items() if number != oid}
 
     def _runs(self, batch: Batch) -> Iterator[tuple[TableChanges, SourceTable]]:
         for run in batch.tables():
@@ -239,8 +245,9 @@ class Applier:
     def _follow(self, change: ShapeChange) -> None:
         """Repeat the source's change at the target."""
         named = self._shapes.of(change.after.namespace, change.after.name)
-        earlier = {one.after.oid for one in named if one.position < change.position} - {change.after.oid}
-        follow(self._open().targets, change, self._chain(), earlier)
+        is_new = all(one.after.oid == change.after.oid for one in named if one.position < change.position)
+        taken = self._taken(change.after.oid, change.position)
+        follow(self._open().targets, change, self._chain(), taken, is_new=is_new)
         if change.before is not None and self._rejected.waiting:
             before = describe_source(change.before, change.before_details)
             after = describe_source(change.after, change.details)

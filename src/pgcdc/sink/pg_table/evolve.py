@@ -30,16 +30,18 @@ _UNFIT = (
 )
 
 
-def follow(targets: Targets, change: ShapeChange, chain: SimpleChain, earlier: Collection[int] = ()) -> None:
-    """Repeat a change of a source table at the target. `earlier`: tables (oid) that had its name before. Raises
-    ReloadNeeded if the rows cannot follow."""
+def follow(
+    targets: Targets, change: ShapeChange, chain: SimpleChain, taken: Collection[TableName], *, is_new: bool
+) -> None:
+    """Repeat a change of a source table at the target. `taken`: the names of other tables there; `is_new`: no other table
+    had its name before. Raises ReloadNeeded if the rows cannot follow."""
     if targets.options.evolve != "full" or not chain.has(change.after):
         return
     name = targets.name_of((change.after.namespace, change.after.name))
     if change.before is None:
-        if earlier and targets.find(name) is None:
+        if not is_new and targets.find(name) is None:
             targets.were_there.discard(name)
-        elif earlier:
+        elif not is_new:
             raise _needed(change, "it was dropped and made again")
         return
     old = targets.name_of((change.before.namespace, change.before.name))
@@ -47,6 +49,8 @@ def follow(targets: Targets, change: ShapeChange, chain: SimpleChain, earlier: C
         return  # it comes with its first row
     differences, reason = follow_shape(change, chain)
     if old != name:
+        if old in taken:
+            reason = f"it was renamed from {name_table(*old)}, which another table is called by now"
         reason = reason or _rename(targets, old, name)
     if reason:
         raise _needed(change, reason)
@@ -56,13 +60,19 @@ def follow(targets: Targets, change: ShapeChange, chain: SimpleChain, earlier: C
         _follow_key(targets, name, change, chain)
 
 
-def rebuild(targets: Targets, source: SourceTable, key: tuple[str, ...], history: Sequence[ShapeChange]) -> None:
+def rebuild(
+    targets: Targets,
+    source: SourceTable,
+    key: tuple[str, ...],
+    history: Sequence[ShapeChange],
+    taken: Collection[TableName],
+) -> None:
     """An empty table with the source's columns and key, whatever was there. Columns whose type is nobody's we know stay:
     somebody has chosen it."""
     name, columns = targets.name_of(source.name), list(source.types)
     for one in history:  # it was renamed while it was left out
         old = targets.name_of((one.after.namespace, one.after.name))
-        if old != name and old in targets.were_there and targets.find(name) is None:
+        if old != name and old in targets.were_there and old not in taken and targets.find(name) is None:
             _rename(targets, old, name)
     target = targets.find(name)
     if target is None:
@@ -89,7 +99,7 @@ def _types_of(change: ShapeChange) -> dict[str, tuple[str, ...]]:
 
 
 def _needed(change: ShapeChange, reason: str) -> ReloadNeeded:
-    return ReloadNeeded(tables={change.after.oid: (name_table(change.after.namespace, change.after.name), reason)})
+    return describe_source(change.after, change.details).needs(reason)
 
 
 def _truncate(targets: Targets, target: TargetTable) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import psycopg
 
-from pgcdc.core.errors import SinkError
+from pgcdc.core.errors import ReloadNeeded, SinkError
 from pgcdc.core.relation import Relation, ShapeChange
 from pgcdc.postgres.database import Connection, name_table, quote_identifier, quote_qualified
 from pgcdc.postgres.types.catalog import TypeCatalog, type_name
@@ -27,12 +27,17 @@ class SourceTable:
     """By column: possible type names at the target, best first."""
     key: tuple[str, ...] = ()  # The columns by which its changes identify a row; empty: the whole row
     lost_key: tuple[str, ...] = ()  # Key columns that transforms dropped
+    oid: int = 0
     is_key_deferrable: bool = False
     """Within a transaction several rows may share a key; changes then bring their whole old rows."""
 
     @property
     def title(self) -> str:
         return name_table(*self.name)
+
+    def needs(self, reason: str) -> ReloadNeeded:
+        """Its copy cannot go on."""
+        return ReloadNeeded(tables={self.oid: (self.title, reason)})
 
 
 def describe_source(relation: Relation, details: Details | None, before: ShapeChange | None = None) -> SourceTable:
@@ -44,7 +49,8 @@ def describe_source(relation: Relation, details: Details | None, before: ShapeCh
         if set(lost) <= {column.name for column in relation.columns}:
             key, lost = lost, ()
     is_late = relation.replica_identity == "f" and bool(details.get("is_key_deferrable"))
-    return SourceTable((relation.namespace, relation.name), _types_of(relation, details), key, lost, is_late)
+    name = relation.namespace, relation.name
+    return SourceTable(name, _types_of(relation, details), key, lost, relation.oid, is_late)
 
 
 def _types_of(relation: Relation, details: Details) -> dict[str, tuple[str, ...]]:
@@ -194,6 +200,8 @@ class Targets:
         missing = [column for column in columns if column not in target.columns]
         if not missing:
             return target
+        if self.options.evolve == "full" and self._has_rows(target):
+            raise source.needs(f"the target has no column {', '.join(missing)}, so its rows lack the values")
         types, note = self.types(source, missing)
         added = ", ".join(f"ADD COLUMN {quote_identifier(column)} {kind}" for column, kind in types.items())
         statement = f"ALTER TABLE {target.sql} {added}"
@@ -217,15 +225,15 @@ class Targets:
         if not self.options.create:
             raise SinkError(f"table {title} is not at the target", f"Run there: {statement}; or set create to true")
         if name in self.were_there:
-            raise SinkError(
-                f"table {title} is no longer at the target: made again, it would lack all rows but those that change",
-                f"Have it made again with all its rows: pgcdc resync --table {source.title}; or restore it",
-            )
+            raise source.needs("it is no longer at the target")
         self.create_schema(name[0], f"cannot create table {title} at the target")
         self.run(statement, f"cannot create table {title} at the target")
         self.were_there.add(name)
         self.say(f"table {title} created{note}")
         return self.load_again(name)
+
+    def _has_rows(self, target: TargetTable) -> bool:
+        return bool(self.conn.execute(f"SELECT 1 FROM {target.sql} LIMIT 1".encode()).fetchone())
 
     def create_schema(self, name: str, action: str) -> None:
         if not self.conn.execute("SELECT 1 FROM pg_namespace WHERE nspname = %s", (name,)).fetchone():

@@ -44,6 +44,9 @@ SELECT r.prrelid::int8, pg_get_expr(r.prqual, r.prrelid),
 FROM pg_publication_rel r JOIN pg_publication p ON p.oid = r.prpubid
 WHERE p.pubname = ANY (%s) AND r.prrelid = ANY (%s::int8[]::oid[]) ORDER BY r.oid
 """
+_LABELS = """
+SELECT enumtypid::int8, array_agg(enumlabel::text ORDER BY enumsortorder) FROM pg_enum GROUP BY 1
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,7 @@ class CatalogLook:
 
     entries: Mapping[int, CatalogEntry] = field(default_factory=dict)  # By oid
     types: TypeCatalog = BUILT_IN
+    labels: Mapping[int, list[str]] = field(default_factory=dict)  # Of enums, by the type's oid
 
     def describe(self, shape: Relation, before: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
         """The details of a shape, if its table still has it, or if `before`, the details of the shape before, proves which
@@ -69,11 +73,15 @@ class CatalogLook:
         `columns` in order, each with name, attnum, type (as in SQL, with its schema unless built in), ndims, not_null,
         `since` (the transaction that altered it last), and `missing` if older rows have a constant there; `primary_key` with
         its columns in order; `types`: what types that are not built in are made of, as in TypeCatalog.to_json() (None if
-        there are none). Where it applies: `is_key_deferrable`; `natts`, the largest column number ever given; `hidden`, the
-        numbers of columns that are not in the shape; `filenode` of an ordinary table, which a rewrite changes; of a root
-        `leaves` with their filenodes by oid, `attached`, those of them that had rows of their own, and `joined`, when each
-        of these was attached; `published`, the row filter and column list of the publications; `is_proven`: the table had
-        moved on, and the rest is not known.
+        there are none). Where it applies:
+
+        - `is_key_deferrable`; `enums`, the labels of each by name
+        - `natts`, the largest column number ever given; `hidden`, the numbers of columns that are not in the shape
+        - `filenode` of an ordinary table, which a rewrite changes
+        - of a root `leaves` with their filenodes by oid; `attached`, those of them that came with rows of their own; and
+          `joined`, when each that was not made as a partition became one
+        - `published`, the row filter and column list of the publications
+        - `is_proven`: the table had moved on, and what is not there is not known
         """
         entry = self.entries.get(shape.oid)
         if entry is None:
@@ -86,7 +94,11 @@ class CatalogLook:
                 return None
             details = self._proven(shape, numbers, before, entry)
         own = _own_types([shape])
-        return {**details, "types": self.types.subset(own).to_json() if own else None}
+        if not own:
+            return {**details, "types": None}
+        types = self.types.subset(own)
+        enums = {one.name: self.labels[one.oid] for one in types.types.values() if one.oid in self.labels}
+        return {**details, "types": types.to_json(), **({"enums": enums} if enums else {})}
 
     def _proven(
         self, shape: Relation, numbers: list[int], before: Mapping[str, Any], entry: CatalogEntry
@@ -126,8 +138,10 @@ def read_catalog(sql: Connection, shapes: Iterable[Relation], publications: Sequ
         sql.execute("SET LOCAL search_path = ''")
         columns = read_columns(sql, oids)
         facts = _read_facts(sql, oids, publications)
-    types = TypeCatalog.load(sql) if _own_types(wanted) else BUILT_IN
-    return CatalogLook({oid: CatalogEntry(columns.get(oid, []), facts[oid]) for oid in facts}, types)
+    entries = {oid: CatalogEntry(columns.get(oid, []), facts[oid]) for oid in facts}
+    if not _own_types(wanted):
+        return CatalogLook(entries)
+    return CatalogLook(entries, TypeCatalog.load(sql), dict(sql.execute(_LABELS).fetchall()))
 
 
 def _read_facts(sql: Connection, oids: list[int], publications: Sequence[str]) -> dict[int, dict[str, Any]]:
