@@ -153,13 +153,19 @@ def test_a_filtered_table_that_gets_a_key_stays_for_inserts_until_the_next_start
     assert members(shop, full)["log"][1] == "(at > 0)" and members(shop, inserts) == {}
 
 
-def test_a_filter_of_a_partitioned_table_is_refused_with_advice(database: Database, tmp_path: Path) -> None:
-    database.execute("CREATE TABLE p (id int PRIMARY KEY) PARTITION BY RANGE (id)")
+def test_a_filter_of_a_partitioned_table_needs_its_root(database: Database, tmp_path: Path) -> None:
+    database.execute("CREATE TABLE p (id int PRIMARY KEY, v text) PARTITION BY RANGE (id)")
     database.execute("CREATE TABLE p1 PARTITION OF p FOR VALUES FROM (0) TO (10)")
     with pytest.raises(SourceError, match="table p is refused") as caught:
-        prepare(options(database, tmp_path, tables=("p",), row_filters=("p=id > 1",)))
+        prepare(options(database, tmp_path, tables=("p",), row_filters=("p=id > 1",), partition_root=False))
     assert "Name its partitions" in caught.value.advice
-    prepare(options(database, tmp_path, tables=("p1",), row_filters=("p1=id > 1",)))
+    prepare(options(database, tmp_path / "leaf", slot_name="leaf", tables=("p1",), row_filters=("p1=id > 1",)))
+    by_root = options(database, tmp_path, tables=("p",), row_filters=("p=id > 1",), columns=("p=id",))
+    assert members(database, prepare(by_root).names[0]) == {"p": (["id"], "(id > 1)")}
+    database.execute("INSERT INTO p VALUES (1, 'a'), (2, 'b'); UPDATE p SET v = 'c'")
+    database.execute("ALTER TABLE p1 REPLICA IDENTITY FULL")
+    with pytest.raises(SourceError, match="leave out v"):  # of the partition: PostgreSQL would refuse its updates
+        prepare(options(database, tmp_path / "full", slot_name="other", tables=("p",), columns=("p=id",)))
 
 
 def test_schemas_stand_for_their_tables_and_those_to_come(database: Database, tmp_path: Path) -> None:

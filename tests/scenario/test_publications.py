@@ -292,7 +292,7 @@ def crash(source: Wanted) -> None:
     command = [sys.executable, "-c", CRASH, options, str(source.state_dir)]
     run = subprocess.run(
         command,
-        env={**os.environ, "PGCDC_FAILPOINTS": "prepare.altered=kill", "PYTHONPATH": str(Path(__file__).parents[1])},
+        env={**os.environ, "PGCDC_FAILPOINTS": "prepare.altered=kill", "PYTHONPATH": os.pathsep.join(sys.path)},
         timeout=60,
         check=False,
     )

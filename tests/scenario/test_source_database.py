@@ -67,8 +67,10 @@ def wait_until_free(conn: Connection) -> None:
         time.sleep(0.02)
 
 
-def ensure(conn: Connection, name: str, tables: Sequence[str] | None, **more: Any) -> tuple[PublicationInfo, ...]:
-    selection = Selection(all_tables=True) if tables is None else Selection(tables=tuple(tables))
+def ensure(
+    conn: Connection, name: str, tables: Sequence[str] | None, *, partition_root: bool = True, **more: Any
+) -> tuple[PublicationInfo, ...]:
+    selection = Selection(all_tables=tables is None, tables=tuple(tables or ()), partition_root=partition_root)
     return publications.ensure(conn, name, selection, **{"slot": "pgcdc", **more})
 
 
@@ -371,7 +373,7 @@ def test_tables_without_replica_identity_are_published_for_inserts_only(conn: Co
     assert inserts.tables == inserts.inserts_only == ("keyless", "lazy", "nothing")
     assert inserts.found["publish"] == ["insert", "truncate"]
     assert full.found["owner"] == inserts.found["owner"] == "pgcdc"
-    assert not full.found["all_tables"] and not full.found["via_root"]
+    assert not full.found["all_tables"] and full.found["via_root"]
     for table in ("keyed", "keyless", "whole", "indexed", "nothing", "lazy", 'shop."Big Orders"'):
         conn.execute(f"INSERT INTO {table} VALUES (1)".encode())
         conn.execute(f"UPDATE {table} SET id = 2".encode())  # what the application does still works
@@ -419,7 +421,8 @@ def test_both_publications_exist_before_they_are_needed(conn: Connection) -> Non
     assert scalar(conn, "SELECT count(*) FROM pg_publication") == 2
 
 
-def test_partitions_never_break_the_application(conn: Connection, walsender: Connection) -> None:
+@pytest.mark.parametrize("by_root", [True, False])
+def test_partitions_never_break_the_application(conn: Connection, walsender: Connection, by_root: bool) -> None:
     base = 'our "own", so to say\'s'
     conn.execute("""
         CREATE TABLE keyed (id int PRIMARY KEY) PARTITION BY RANGE (id);
@@ -428,9 +431,9 @@ def test_partitions_never_break_the_application(conn: Connection, walsender: Con
         CREATE TABLE loose_1 PARTITION OF loose FOR VALUES FROM (0) TO (10);
         CREATE TABLE loose_2 PARTITION OF loose FOR VALUES FROM (10) TO (20);
         ALTER TABLE loose_2 REPLICA IDENTITY FULL""")
-    full, inserts = ensure(conn, base, None)
-    assert full.tables == ("keyed_1", "loose_2")
-    assert inserts.tables == ("loose_1", "loose_2")
+    full, inserts = ensure(conn, base, None, partition_root=by_root)
+    assert full.tables == (("keyed",) if by_root else ("keyed_1", "loose_2"))
+    assert inserts.tables == (("loose",) if by_root else ("loose_1", "loose_2"))
     assert inserts.inserts_only == ("loose",)
     create_slot(walsender, "partitions")
     conn.execute("CREATE TABLE keyed_2 PARTITION OF keyed FOR VALUES FROM (10) TO (20)")
@@ -444,12 +447,16 @@ def test_partitions_never_break_the_application(conn: Connection, walsender: Con
     )
     tags = [data[:1] for (data,) in conn.execute(peek, ["publication_names", names])]
     assert tags.count(b"I") == 4
-    assert tags.count(b"U") == 3  # two of keyed, and that of loose_2: what either publication allows is sent
+    # Two of keyed; and if partitions are tables that of loose_2: what either publication allows is sent.
+    assert tags.count(b"U") == (2 if by_root else 3)
     conn.execute("INSERT INTO loose VALUES (21)")
     conn.execute("UPDATE loose SET id = 22 WHERE id = 21")
-    assert use_existing(conn, base).tables == ("keyed_1", "keyed_2", "loose_2")
+    assert use_existing(conn, base).tables == (("keyed",) if by_root else ("keyed_1", "keyed_2", "loose_2"))
     conn.execute("ALTER TABLE loose_1 REPLICA IDENTITY FULL; ALTER TABLE loose_3 REPLICA IDENTITY FULL")
-    assert ensure(conn, base, None)[1].inserts_only == ()
+    again = ensure(conn, base, None, partition_root=not by_root)
+    assert again[1].inserts_only == (("loose",) if by_root else ()), "a slot goes on as it began"
+    assert len(again[0].kept) == 2 and "the slot began that way" in again[0].kept[0]
+    assert not ensure(conn, base, None, partition_root=by_root)[0].kept
 
 
 def test_tables_that_inherit_come_with_their_parent_and_are_judged_by_themselves(conn: Connection) -> None:
@@ -496,7 +503,7 @@ def test_a_publication_changed_under_us_is_a_gap(conn: Connection) -> None:
         ensure(conn, "ours", ["a"])
     conn.execute("ALTER PUBLICATION ours SET (publish = 'insert, update, delete, truncate')")
     check_unchanged(conn, old)
-    conn.execute("ALTER PUBLICATION ours SET (publish_via_partition_root = true)")
+    conn.execute("ALTER PUBLICATION ours SET (publish_via_partition_root = false)")
     assert "other table names" in gap()
     conn.execute("DROP PUBLICATION ours")
     assert "was dropped" in gap()

@@ -291,8 +291,8 @@ def test_a_partitioned_table_is_read_by_its_root_or_refused(database: Database, 
     database.execute("CREATE TABLE p1 PARTITION OF p FOR VALUES FROM (0) TO (10)")
     database.execute("CREATE TABLE p2 (v text, id int NOT NULL, PRIMARY KEY (id))")  # other order
     database.execute("ALTER TABLE p ATTACH PARTITION p2 FOR VALUES FROM (10) TO (20)")
-    with pytest.raises(SourceError, match="publish_via_partition_root"):
-        ask("p").load()
+    with pytest.raises(SourceError, match="under the names of its partitions"):
+        ask("p", partition_root="false").load()
     database.execute("CREATE PUBLICATION leaves FOR TABLE p")
     with pytest.raises(ConfigError, match="publish_via_partition_root"):
         ask("p", publication="leaves").load()
@@ -307,6 +307,15 @@ def test_a_partitioned_table_is_read_by_its_root_or_refused(database: Database, 
         query.run()
     assert short(query.load().run(), "id", "v", "w") == [(12, "d", 1)]
     assert [row["id"] for batch in query.batches for row in batch] == [1, 11, 21, 12]
+
+
+def test_a_partitioned_table_is_one_table_by_default(database: Database, ask: Ask) -> None:
+    database.execute("CREATE TABLE p (id int, v text, PRIMARY KEY (id)) PARTITION BY RANGE (id)")
+    database.execute("CREATE TABLE p1 PARTITION OF p FOR VALUES FROM (0) TO (10)")
+    query = ask("p").load()
+    database.execute("CREATE TABLE p2 PARTITION OF p FOR VALUES FROM (10) TO (20)")
+    database.execute("INSERT INTO p VALUES (1, 'a'), (11, 'b'); UPDATE p SET id = 12 WHERE id = 1")
+    assert [row["id"] for row in query.run()] == [1, 11, 1, 12]
 
 
 def test_tables_that_change_places_are_not_taken_for_renamed_ones(database: Database, ask: Ask) -> None:
