@@ -157,11 +157,11 @@ def plan_end(records: list[IndexRecord], end: Position, max_rows: int, max_bytes
 
 
 def read_slice(
-    piece: SegmentSlice, *, markers: bool = False, shapes: Sequence[SchemaChange] = ()
+    piece: SegmentSlice, *, markers: bool = False, shapes: Sequence[SchemaChange] = (), sentinels: bool = False
 ) -> tuple[pa.Table, pa.Table]:
     """The changes in range, and each row's transaction. With `markers`, a BEGIN before and a COMMIT after each transaction;
     with `shapes`, a SCHEMA_CHANGE before the first row of each. Their positions depend on the transaction alone, so that a
-    replay with other cuts has the same ones."""
+    replay with other cuts has the same ones. Sentinels are left out unless they are asked for."""
     table = open_segment(Path(piece.path), piece.written)
     transactions = pa.ipc.read_record_batch(pa.py_buffer(piece.transactions), TRANSACTIONS)
     counts = transactions.column("rows").to_numpy()
@@ -174,6 +174,8 @@ def read_slice(
     ordinal = table.column("ordinal").to_numpy()
     sub = table.column("sub").to_numpy()
     wanted = _after(commit, kind, ordinal, sub, piece.start) & ~_after(commit, kind, ordinal, sub, piece.end)
+    if not sentinels:
+        wanted &= table.column("op").to_numpy() != Op.SENTINEL
     rows = np.flatnonzero(wanted)
     owners = pa.Table.from_batches([transactions]).take(pa.array(of_row[rows]))
     if len(rows) == table.num_rows:

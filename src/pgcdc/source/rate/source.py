@@ -243,7 +243,10 @@ class RateStream:
         return Settled(end, Position.chunk_end(FIRST_COMMIT, last) if has_rows else Position.at(0, 0))
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        raise ConfigError(*_NO_REQUESTS)
+        if request["do"] != "sentinel":
+            raise ConfigError(*_NO_REQUESTS)
+        existing = self.settled(None).initial_end
+        return {"position": existing and str(max(existing, Position.end(self._now())))}
 
     def status(self, confirmed: int) -> dict[str, Any]:
         now = self._now()
