@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -77,6 +79,33 @@ def test_the_wait_ends_when_every_target_has_what_was_committed(start: Callable[
     assert {event["operation"] for event in run.seen.events("one")} == {"INSERT"}
 
 
+def test_it_holds_beside_small_and_large_transactions(
+    start: Callable[..., Run], write: Write, database: Database
+) -> None:
+    run, committed, is_over = start("one"), [0], threading.Event()
+
+    def insert() -> None:
+        with psycopg.connect(database.url, autocommit=True) as conn:
+            for number in itertools.count(1):
+                if is_over.wait(0.01):
+                    return
+                first, size = committed[0] + 1, 1 if number % 100 else 10_000
+                conn.execute("INSERT INTO items SELECT generate_series(%s::bigint, %s)", [first, first + size - 1])
+                committed[0] = first + size - 1
+
+    writer = threading.Thread(target=insert)
+    writer.start()
+    try:
+        for _ in range(5):
+            before = committed[0]
+            run.sentinel().wait(60)
+            keys = run.seen.keys("one")
+            assert len(keys) >= before and keys == list(range(1, len(keys) + 1))
+    finally:
+        is_over.set()
+        writer.join()
+
+
 def test_a_target_that_lacks_it_is_named_with_its_error(start: Callable[..., Run], write: Write) -> None:
     run = start("good", "bad")
     write(1)
@@ -86,14 +115,16 @@ def test_a_target_that_lacks_it_is_named_with_its_error(start: Callable[..., Run
     assert run.sentinel(["good"]).wait(30) > 0
     assert run.seen.keys("good") == keys
     sentinel = run.sentinel()
-    with pytest.raises(PgcdcError, match=r"adapter bad lacks it \(\d+ bytes behind, last error: .*told to fail") as late:
+    with pytest.raises(
+        PgcdcError, match=r"adapter bad lacks it \(\d+ bytes behind, last error: .*told to fail"
+    ) as late:
         sentinel.wait(2)
     assert "adapter good" not in str(late.value) and sentinel.took_s.keys() == {"good"}
     assert run.seen.is_out("bad")
     run.seen.tell("bad", "")  # in its own lane it gets there as well
     sentinel.wait(30)
     assert run.seen.keys("bad") == keys
-    with pytest.raises(ConfigError, match="there is no adapter 'nobody'.*good, bad"):
+    with pytest.raises(ConfigError, match=r"there is no adapter 'nobody'.*good, bad"):
         run.sentinel(["nobody"])
 
 

@@ -235,7 +235,7 @@ def test_a_capture_without_its_server_is_asked_until_the_time_is_up(tmp_path: Pa
     with pytest.raises(PgcdcError, match=r"the stream has not come that far\. See pgcdc status"):
         sentinel.wait(0.05)
     running.trouble = ConnectionLost("the server is not connected")
-    with pytest.raises(PgcdcError, match="not come that far. the server is not connected"):
+    with pytest.raises(PgcdcError, match=r"not come that far\. the server is not connected"):
         sentinel.wait(0.05)
     running.trouble, running.is_capturing = None, False
     with pytest.raises(PgcdcError, match="not come that far"):
@@ -251,10 +251,10 @@ def test_a_run_that_ends_ends_the_wait_with_its_reason(tmp_path: Path, running: 
     state = StateDir(tmp_path)
     sentinel = Sentinel(state)
     running.is_running = False
-    with pytest.raises(StateError, match="no pipeline runs in .*pgcdc listen"):
+    with pytest.raises(StateError, match=r"no pipeline runs in .*pgcdc listen"):
         sentinel.wait(5)
     write_json(state.run_status, {"last_error": PgcdcError("the disk is full", "Make room").to_json()})
-    with pytest.raises(StateError, match="Its last error: the disk is full. Make room"):
+    with pytest.raises(StateError, match=r"Its last error: the disk is full\. Make room"):
         Sentinel(state)
 
 
