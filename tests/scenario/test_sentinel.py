@@ -75,7 +75,7 @@ def test_the_wait_ends_when_every_target_has_what_was_committed(start: Callable[
         assert sentinel.position is not None and ack is not None and sentinel.position <= ack
     # At rest nothing but the sentinel itself makes a batch.
     assert run.sentinel().wait(5) < 5
-    assert wait_for(run.state, ["one"]) > sentinel.position
+    assert sentinel.position is not None and wait_for(run.state, ["one"]) > sentinel.position
     assert {event["operation"] for event in run.seen.events("one")} == {"INSERT"}
 
 
