@@ -36,7 +36,9 @@ def measure_sentinel(bench: Bench) -> None:
             waits.append(json.loads(said)["seconds"])
             bench.say(f"wait {waits[-1]:.3f} s, command {commands[-1]:.3f} s")
     note = (
-        f"median of {ROUNDS}: {statistics.median(commands):.2f} s. Without the start of Python: median "
+        f"median of {ROUNDS}, slowest {max(commands):.2f} s. Without the start of Python: median "
         f"{statistics.median(waits):.2f} s, slowest {max(waits):.2f} s"
     )
-    bench.figures.append(at_most("sentinel --wait at rest, the slowest command", max(commands), 0.5, "s", note, 2))
+    bench.figures.append(
+        at_most("sentinel --wait at rest, the command", statistics.median(commands), 0.5, "s", note, 2)
+    )

@@ -178,13 +178,15 @@ class Running:
     def __init__(self, state: StateDir) -> None:
         self.position: Position | None = Position.chunk_end(0x200, 0)
         self.acks: dict[str, Position | None] = {"file": Position.end(0x200), "redis": None}
-        self.is_capturing, self.is_running = True, True
+        self.is_capturing, self.is_running, self.is_answering = True, True, True
         self.trouble: PgcdcError | None = None
         self.asked: list[str] = []
         self._state = state
 
     def ask(self, lock: Path, request: dict[str, Any]) -> dict[str, Any]:
         if lock == self._state.run_lock:
+            if not self.is_answering:
+                return {}
             lanes = [
                 {"adapter": name, "ack": str(ack) if ack else None, "lag_bytes": 48 if ack else None,
                  "last_error": "no route to host" if name == "file" else None}
@@ -240,11 +242,23 @@ def test_a_capture_without_its_server_is_asked_until_the_time_is_up(tmp_path: Pa
     running.trouble, running.is_capturing = None, False
     with pytest.raises(PgcdcError, match="not come that far"):
         sentinel.wait(0.05)
-    with pytest.raises(StateError, match="the capture is not running yet: streaming"):
+    with pytest.raises(StateError, match="the pipeline does not read yet: streaming"):
         Sentinel(StateDir(tmp_path))
     running.is_capturing, running.position = True, Position.end(0x200)
     running.acks["redis"] = running.position
     assert sentinel.wait(5) > 0 and len(set(running.asked)) == 2
+
+
+def test_a_run_that_is_just_starting_has_not_delivered_anything(tmp_path: Path, running: Running) -> None:
+    running.acks = dict.fromkeys(running.acks, running.position)
+    sentinel = Sentinel(StateDir(tmp_path))
+    running.is_answering = False  # another one holds the lock, and has no socket yet
+    with pytest.raises(PgcdcError, match=r"adapter file lacks it \(not open yet\); adapter redis"):
+        sentinel.wait(0.05)
+    with pytest.raises(StateError, match="does not read yet: starting"):
+        Sentinel(StateDir(tmp_path))
+    running.is_answering = True
+    assert sentinel.wait(5) > 0
 
 
 def test_a_run_that_ends_ends_the_wait_with_its_reason(tmp_path: Path, running: Running) -> None:

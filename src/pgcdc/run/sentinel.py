@@ -26,11 +26,14 @@ class Sentinel:
         self.asked_at = datetime.now().astimezone()
         self.position: Position | None = None  # Where it stands in the stream; None: not known yet
         self.took_s: dict[str, float] = {}  # For each adapter that has it: how long after the request that was seen
-        self._state, self._adapters, self._began = state, tuple(adapters), time.monotonic()
+        self._state, self._began = state, time.monotonic()
         self._trouble = ""  # Why the capture does not say where it stands
-        phase = self._choose(self._ask_run())[1]
-        if not self._ask_capture():
-            raise StateError(f"the capture is not running yet: {phase}", "Try again when pgcdc status says streaming")
+        run = self._ask_run()
+        self._adapters = tuple(adapters or run.get("adapters", ()))
+        self._check_adapters(run)
+        if not self._adapters or not self._ask_capture():
+            phase = run.get("phase", "starting")
+            raise StateError(f"the pipeline does not read yet: {phase}", "Try again when pgcdc status says streaming")
 
     def wait(self, timeout_s: float = 30.0) -> float:
         """Return when the adapters have it: how many seconds after the request. If they do not have it in time, or the
@@ -51,8 +54,9 @@ class Sentinel:
             except PgcdcError as error:  # it may connect again
                 self._trouble = str(error)
         run = self._ask_run()
+        self._check_adapters(run)
         lanes, lacking = {one["adapter"]: one for one in run.get("lanes", ())}, []
-        for name in self._choose(run)[0]:
+        for name in self._adapters:
             lane = lanes.get(name, {"adapter": name})
             if self.position and lane.get("ack") and Position.parse(lane["ack"]) >= self.position:
                 self.took_s.setdefault(name, time.monotonic() - self._began)
@@ -60,13 +64,11 @@ class Sentinel:
                 lacking.append(lane)
         return lacking
 
-    def _choose(self, run: dict[str, Any]) -> tuple[Sequence[str], str]:
-        """The adapters to wait for, and what the run is doing."""
-        known = run.get("adapters", self._adapters)
+    def _check_adapters(self, run: dict[str, Any]) -> None:
+        known = run.get("adapters", self._adapters)  # a run that is just starting does not say
         for name in self._adapters:
             if name not in known:
                 raise ConfigError(f"there is no adapter {name!r}", f"Name one of those that run: {', '.join(known)}")
-        return self._adapters or known, run.get("phase", "starting")
 
     def _ask_run(self) -> dict[str, Any]:
         run = ask(self._state.run_lock, {"do": "status"})
