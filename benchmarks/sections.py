@@ -35,6 +35,7 @@ from mirrors import measure_append, measure_apply, measure_three
 from peers import peer_contenders
 from reloads import measure_reloads
 from report import Figure, at_least, at_most, skipped
+from sentinel import measure_sentinel
 from size import measure_size
 from snapshot import measure_reading
 from tls import describe_tls, tls_enabled, with_tls
@@ -539,6 +540,7 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {
     "arrow": measure_capture_latency,
     "start": measure_starts,
     "idle": measure_idle_cpu,
+    "sentinel": measure_sentinel,
     "sinks": measure_more_sinks,
     "blocked": measure_one_blocked,
     "reload": measure_hot_reload,

@@ -29,7 +29,7 @@ from pgcdc.core.errors import (
 from pgcdc.core.position import Position
 
 if TYPE_CHECKING:
-    from pgcdc import adapters, functions, sources, transform
+    from pgcdc import adapters, functions, messages, sources, transform
     from pgcdc.run.pipeline import Pipeline
     from pgcdc.sink.contract import Sink, SinkContext
     from pgcdc.sink.spec import SinkOptions
@@ -65,6 +65,7 @@ __all__ = [
     "adapters",
     "describe",
     "functions",
+    "messages",
     "open_capture",
     "read_snapshot",
     "read_table",
@@ -76,7 +77,7 @@ __all__ = [
 ]
 
 _LAZY = {
-    "pgcdc": ("adapters", "functions", "sources", "transform"),
+    "pgcdc": ("adapters", "functions", "messages", "sources", "transform"),
     "pgcdc.run.pipeline": ("Pipeline",),
     "pgcdc.sink.contract": ("Sink", "SinkContext"),
     "pgcdc.sink.spec": ("SinkOptions",),

@@ -122,13 +122,13 @@ def test_a_pipeline_passes_everything_about_wire_and_events_on_to_its_source(tmp
 
     changed = {
         "streaming": False, "two_phase": True, "origin": "none", "binary": True, "messages": True, "tx_metadata": True,
-        "tx_markers": True, "schema_events": True, "invalid_utf8": "base64",
+        "tx_markers": True, "schema_events": True, "sentinel_events": True, "invalid_utf8": "base64",
     }  # fmt: skip
     config = Config.model_validate({"db": "postgresql://h/x", "all_tables": True, "state_dir": tmp_path, **changed})
     options = parse_options(write_options(config))
     assert options.source.part(WireOptions) == config.part(WireOptions)
     assert options.source == config.source_options().but(db="")
-    assert options.events == EventOptions(True, True, "base64", True)
+    assert options.events == EventOptions(True, True, "base64", True, sentinels=True)
 
 
 def test_no_secret_stands_in_what_spark_is_told_or_sends_to_executors(

@@ -209,7 +209,7 @@ class CaptureProcess:
             case "settled":
                 end, initial_end, only = self._settled()
                 return {"end": end and str(end), "initial_end": initial_end and str(initial_end), "only": only}
-            case "snapshot":
+            case "snapshot" | "sentinel":
                 return self._stream.answer(request)
             case "status":
                 return self._status()

@@ -17,6 +17,7 @@ COMMANDS = {
     "snapshot": "Copy tables as they are now through adapters: consistent, complete, and without a trace on the server.",
     "status": "Phase, positions, lag in bytes and seconds, and the last error of the pipeline that owns a state directory.",
     "reload": "Make a running `pgcdc listen` read its transforms and routes again; they apply from the next batch on.",
+    "sentinel": "Mark this moment in a running pipeline's stream, and wait until its targets have everything before it.",
     "resync": "After a lost slot: a new one, every table again, and deletes of the rows that vanished meanwhile.",
     "playground": "A PostgreSQL of its own under random traffic, captured through Spark and compared at the end.",
     "version": "Versions of pgcdc and what it stands on, and which decoder is in use.",

@@ -60,7 +60,7 @@ TRACES = {
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _BARRIERS = np.zeros(256, np.bool_)
-_BARRIERS[[Op.TRUNCATE, Op.SCHEMA_CHANGE, Op.SNAPSHOT_STARTED, Op.SNAPSHOT_COMPLETED]] = True
+_BARRIERS[[Op.TRUNCATE, Op.SCHEMA_CHANGE, Op.SNAPSHOT_STARTED, Op.SNAPSHOT_COMPLETED, Op.SENTINEL]] = True
 
 
 def form_column(number: int, form: Form = "lines") -> str:

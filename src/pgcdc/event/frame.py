@@ -1,6 +1,6 @@
 """The changes of one record batch with everything that events need. What is not a row change (a logical message, a
-transaction's begin or commit, a new shape) becomes a row of a made-up relation here, so that event makers see only rows. An
-edit is what a chain makes of a frame."""
+transaction's begin or commit, a new shape, a sentinel) becomes a row of a made-up relation here, so that event makers see
+only rows. An edit is what a chain makes of a frame."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ TRANSACTION_MARKS = _made_up("_txn")
 SCHEMA_CHANGES = _made_up("_schema", "schema", "table", "changes", "columns")
 SNAPSHOTS = _made_up("_snapshot", "snapshot", "kind", "schema", "table", "rows")
 """Begin and end of reading a table: the snapshot's id, initial or incremental, the table, rows so far."""
+SENTINELS = _made_up("_sentinel", "id", "asked_at")
 _MADE_UP = {
     Op.MESSAGE: MESSAGES,
     Op.BEGIN: TRANSACTION_MARKS,
@@ -41,6 +42,7 @@ _MADE_UP = {
     Op.SCHEMA_CHANGE: SCHEMA_CHANGES,
     Op.SNAPSHOT_STARTED: SNAPSHOTS,
     Op.SNAPSHOT_COMPLETED: SNAPSHOTS,
+    Op.SENTINEL: SENTINELS,
 }
 
 
@@ -57,6 +59,7 @@ class EventOptions:
     described: Described = Described()  # noqa: RUF009 - frozen
     """What is known of tables beside what is in the stream."""
     addressed: bool = False  # Also rows that only some adapters get: the reader knows who they are
+    sentinels: bool = False  # A SENTINEL event for each sentinel
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +120,11 @@ def load_frame(
     """The changes in neighbouring slices; None if there are none. `schema_changes` are those that become events. Under light
     load segments are tiny: many of them in one frame cost little more than one."""
     shapes = [(change.position, event_values(change)) for change in schema_changes]
-    wanted = {"markers": options.markers, "addressed": options.addressed}
+    wanted: dict[str, Any] = {
+        "markers": options.markers,
+        "addressed": options.addressed,
+        "sentinels": options.sentinels,
+    }
     read = [read_slice(piece, shapes=shapes, **wanted) for piece in pieces]
     changes = _one_batch([table for table, _ in read])
     owners = _one_batch([table for _, table in read])

@@ -11,6 +11,7 @@ from typing import Any
 from pgcdc.core.errors import ConfigError, PgcdcError
 from pgcdc.run.chains import Chains, as_many, note_targets
 from pgcdc.run.driver import Driver, Say, StopNow
+from pgcdc.run.sentinel import Sentinel
 from pgcdc.run.settings import PipelineSettings, choose_specs
 from pgcdc.sink.letters.delivery import Tally
 from pgcdc.sink.letters.record import DeadLetters, Query
@@ -132,6 +133,10 @@ class Pipeline(Driver):
         """Deliver dead letters again that wait: all, those of an adapter, or these. From any thread, while `run` streams."""
         query = Query(self._letters.store.pipeline, adapter, tuple(ids), is_waiting=True)
         return self._letters.replay(self._running_lanes(), query)
+
+    def sentinel(self, adapters: Sequence[str] = ()) -> Sentinel:
+        """Mark this moment in the stream; its `wait` returns when these adapters (none: all) have everything before it."""
+        return Sentinel(self.state, adapters)
 
     def request_reload(self) -> None:
         """Read the configuration again and take its transforms and routes. Returns at once: fit for a signal handler."""

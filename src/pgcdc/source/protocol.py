@@ -177,7 +177,8 @@ class ChangeStream(Protocol):
         """What has become of snapshots. `end`: where the spool ends, None if that is inside of a transaction."""
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Do what only this source understands (`do: snapshot`)."""
+        """Do what only this source understands: `do: snapshot`, and `do: sentinel`, whose answer has the `position` behind
+        everything that was committed when its `id` was first asked for; None while that is not known."""
 
     def status(self, confirmed: int) -> dict[str, Any]:
         """For `pgcdc status`."""

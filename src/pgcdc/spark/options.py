@@ -34,6 +34,7 @@ __all__ = [
 
 
 EVENTS, TYPED = "Events", "Typed rows"
+_NOT_TYPED = ("tx_metadata", "tx_markers", "schema_events", "sentinel_events")  # Settings that typed rows do not have
 
 
 class EventSettings(Options):
@@ -42,6 +43,7 @@ class EventSettings(Options):
     tx_metadata: bool = setting(False, "Events name their transaction: xid, commit time, number.", EVENTS)
     tx_markers: bool = setting(False, "Also BEGIN and COMMIT events, on pgcdc:_txn.", EVENTS)
     schema_events: bool = setting(False, "Also an event when a table is altered, on pgcdc:_schema.", EVENTS)
+    sentinel_events: bool = setting(False, "Also an event for each `pgcdc sentinel`, on pgcdc:_sentinel.", EVENTS)
     invalid_utf8: Literal["error", "replace", "base64"] = setting(
         "error", "Bytes that are not UTF-8: error, replace or base64.", EVENTS, metavar="POLICY"
     )
@@ -49,7 +51,9 @@ class EventSettings(Options):
     @property
     def events(self) -> EventOptions:
         """The same for the event maker; markers name their transaction."""
-        return EventOptions(self.tx_markers or self.tx_metadata, self.tx_markers, self.invalid_utf8, self.schema_events)
+        transaction = self.tx_markers or self.tx_metadata
+        switches = (transaction, self.tx_markers, self.invalid_utf8, self.schema_events)
+        return EventOptions(*switches, sentinels=self.sentinel_events)
 
 
 class TypedSettings(Options):
@@ -78,7 +82,7 @@ class TypedSettings(Options):
 
     def typed_conflicts(self, events: EventSettings) -> Iterator[Conflict]:
         """Options that are for events alone, or for typed rows alone."""
-        for name in ("tx_metadata", "tx_markers", "schema_events") if self.table else ():
+        for name in _NOT_TYPED if self.table else ():
             if getattr(events, name):
                 flag = name.replace("_", "-")
                 yield Conflict(
@@ -254,7 +258,7 @@ def _check_typed(found: StreamOptions, given: set[str]) -> None:
             raise ConfigError(f"option {wrong[0]} is for typed rows", "Name the table with option('table', ...)")
         return
     found.source.check_table(found.table)
-    for name in ("tx_metadata", "tx_markers", "schema_events"):
+    for name in _NOT_TYPED:
         if getattr(found, name):
             raise ConfigError(f"option {name} is for events", "Typed rows have the columns _xid, _ts and _ordinal")
     if found.rows.zset and found.rows.other_shapes:

@@ -158,12 +158,17 @@ def plan_end(records: list[IndexRecord], end: Position, max_rows: int, max_bytes
 
 
 def read_slice(
-    piece: SegmentSlice, *, markers: bool = False, shapes: Sequence[SchemaChange] = (), addressed: bool = False
+    piece: SegmentSlice,
+    *,
+    markers: bool = False,
+    shapes: Sequence[SchemaChange] = (),
+    addressed: bool = False,
+    sentinels: bool = False,
 ) -> tuple[pa.Table, pa.Table]:
     """The changes in range, and each row's transaction. With `markers`, a BEGIN before and a COMMIT after each transaction;
     with `shapes`, a SCHEMA_CHANGE before the first row of each, or in place of its mark. Their positions depend on the
     transaction alone, so that a replay with other cuts has the same ones. With `addressed`, also rows that are only for
-    some adapters."""
+    some adapters. Sentinels are left out unless they are asked for."""
     table = open_segment(Path(piece.path), piece.written)
     transactions = pa.ipc.read_record_batch(pa.py_buffer(piece.transactions), TRANSACTIONS)
     counts = transactions.column("rows").to_numpy()
@@ -182,6 +187,8 @@ def read_slice(
         wanted &= ~is_others[of_row]
     # A stored mark only gives a change of shape its place.
     wanted &= (table.column("op").to_numpy() != Op.SCHEMA_CHANGE) | (table.column("relation").to_numpy() < 0)
+    if not sentinels:
+        wanted &= table.column("op").to_numpy() != Op.SENTINEL
     rows = np.flatnonzero(wanted)
     owners = pa.Table.from_batches([transactions]).take(pa.array(of_row[rows]))
     if len(rows) == table.num_rows:

@@ -26,6 +26,7 @@ from pgcdc.source.postgres.setup.watch import CatalogWatch
 from pgcdc.source.postgres.snapshot.asking import Signals, note_tables
 from pgcdc.source.postgres.snapshot.driver import Snapshots
 from pgcdc.source.postgres.snapshot.marks import Marks
+from pgcdc.source.postgres.snapshot.sentinels import Sentinels
 from pgcdc.source.postgres.snapshot.window import leave_out
 from pgcdc.source.postgres.toast.resolver import ToastStep
 from pgcdc.source.postgres.wire.replication import SlotBusy
@@ -59,6 +60,7 @@ class PostgresStream:
         self._snapshots = Snapshots(options, publications, state, consumers.base, f"{self._name} chunks")
         self._releases, self._beside = self._snapshots.releases, self._snapshots.beside
         self._marks = Marks(self._releases)
+        self._sentinels = Sentinels(self._marks)
         self._to_replay = deque(self._releases.after(spool.end))
         self._reloads = self._snapshots.reloads
         self._signals = Signals(self._snapshots.queue, options.signal_table)
@@ -344,6 +346,9 @@ class PostgresStream:
         return Settled(None if is_pending else end, self._snapshots.initial_end, self._options.is_snapshot_only)
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        if request["do"] == "sentinel":
+            position = self._sentinels.ask(request["id"], self._sql)
+            return {"position": position and str(position)}
         return self._snapshots.answer(request, self._sql)
 
     def status(self, confirmed: int) -> dict[str, Any]:

@@ -176,10 +176,7 @@ class RateStream:
         missing = self._made_up.tables[len(history.changes) :]
         append_shapes(state.shapes_file, [ShapeChange(place, table) for table in missing])
         self._wake, self._waker = os.pipe()
-        self.phase = "starting"
-        self.is_connected = False
-        self.can_reconnect = True
-        self.is_drained = True
+        self.phase, self.is_connected, self.can_reconnect, self.is_drained = "starting", False, True, True
 
     def fileno(self) -> int:
         """Never readable: the clock alone brings changes."""
@@ -243,7 +240,10 @@ class RateStream:
         return Settled(end, Position.chunk_end(FIRST_COMMIT, last) if has_rows else Position.at(0, 0))
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        raise ConfigError(*_NO_REQUESTS)
+        if request["do"] != "sentinel":
+            raise ConfigError(*_NO_REQUESTS)
+        existing = self.settled(None).initial_end
+        return {"position": existing and str(max(existing, Position.end(self._now())))}
 
     def status(self, confirmed: int) -> dict[str, Any]:
         now = self._now()
@@ -368,9 +368,7 @@ class MadeUp:
         width = self._options.rate_row_width
         step = _mix(numbers, self._options.rate_seed + 1)[:, None] >> (np.arange(width)[None, :] % 50)
         letters = np.ascontiguousarray(_LETTERS[step % len(_LETTERS)])
-        offsets = pa.py_buffer(np.arange(0, (len(numbers) + 1) * width, width or 1, dtype=np.int32)[: len(numbers) + 1])
-        if not width:
-            offsets = pa.py_buffer(np.zeros(len(numbers) + 1, np.int32))
+        offsets = pa.py_buffer(np.arange(len(numbers) + 1, dtype=np.int32) * np.int32(width))
         return pa.BinaryArray.from_buffers(pa.binary(), len(numbers), [None, offsets, pa.py_buffer(letters)])
 
 

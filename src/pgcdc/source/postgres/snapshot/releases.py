@@ -251,7 +251,11 @@ def truncated_rows() -> pa.RecordBatch:
 
 def snapshot_mark(op: Op, snapshot: str, kind: str, table: Relation, rows: int) -> pa.RecordBatch:
     """One event on `pgcdc:_snapshot`: the reading of a table begins, or is complete."""
-    texts = [snapshot, kind, table.namespace, table.name, str(rows)]
+    return marker(op, snapshot, kind, table.namespace, table.name, str(rows))
+
+
+def marker(op: Op, *texts: str) -> pa.RecordBatch:
+    """One event that is no row of a table, with these values."""
     values = pa.array([[text.encode() for text in texts]], CHANGES.field("new").type)
     return _batch(op, {"new": values}, 1, relation=-1)
 

@@ -15,7 +15,7 @@ import contextlib
 import select
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -27,6 +27,7 @@ from pgcdc.core.relation import Relations
 from pgcdc.core.settings import make_options
 from pgcdc.postgres.database import connect
 from pgcdc.postgres.lsn import format_lsn
+from pgcdc.source.postgres.message_stream import Message, typed_messages
 from pgcdc.source.postgres.options import WireOptions
 from pgcdc.source.postgres.setup.slots import create_slot, is_two_phase
 from pgcdc.source.postgres.wire import messages as wire
@@ -91,6 +92,7 @@ class Capture:
         self.is_drained = True
         """Whether the last `poll` read everything available; if not, poll again instead of waiting on the socket."""
         self._handed_out = max(start_lsn, confirmed_lsn)
+        self._last_change = 0  # The end of the last batch with rows
         self._status_due = 0.0
         self._advance_due = 0.0
         self._reply_now = False
@@ -186,6 +188,7 @@ class Capture:
     def _hand_out(self, batch: CaptureBatch | None) -> CaptureBatch | None:
         if batch is not None:
             self._handed_out = max(self._handed_out, batch.last_lsn)
+            self._last_change = self._handed_out if batch.rows else self._last_change
         return batch
 
     def keep_alive(self) -> float:
@@ -238,6 +241,21 @@ class Capture:
                 return batch
             if self.is_drained:
                 select.select([self.fileno()], [], [], min(remaining, status_due_s))
+
+    def messages(self, timeout_s: float | None = None, limit: int = 65_536) -> Iterator[Message]:
+        """The same as typed messages, one by one; ends after `timeout_s` without any, or never. Confirm with the `lsn` of a
+        Commit. Progress of an idle server is confirmed here, if everything before it is."""
+        return typed_messages(self._receive_all(timeout_s, limit))
+
+    def _receive_all(self, timeout_s: float | None, limit: int) -> Iterator[CaptureBatch]:
+        while True:
+            batch = self.receive_batch(limit, STATUS_INTERVAL_S if timeout_s is None else timeout_s)
+            if batch is not None and batch.rows:
+                yield batch
+            elif batch is not None and self._durable_lsn >= self._last_change:
+                self.send_feedback(batch.last_lsn)
+            elif batch is None and timeout_s is not None:
+                return
 
     def close(self) -> None:
         """Send a last status and close the connection. The slot stays, unless it is temporary."""

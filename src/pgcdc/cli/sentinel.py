@@ -1,0 +1,52 @@
+"""`pgcdc sentinel`: do all targets have everything that was committed before now?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pgcdc.cli.report import exit_on_error
+from pgcdc.cli.status import STATE_DIR
+from pgcdc.core.errors import ConfigError
+from pgcdc.core.settings import parse_seconds
+from pgcdc.core.state import StateDir
+
+
+def sentinel(
+    state_dir: Annotated[Path, STATE_DIR] = Path(".pgcdc"),
+    wait: Annotated[bool, typer.Option("--wait", help="Return when every adapter has it.")] = False,
+    adapter: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="With --wait: only this adapter. Repeatable.")
+    ] = None,
+    timeout: Annotated[str, typer.Option(help="With --wait: exit 1 after this time: 500ms, 30s, 5m.")] = "30s",
+    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+) -> None:
+    """Mark this moment in a running pipeline's stream, and wait until its targets have everything before it."""
+    with exit_on_error():
+        from pgcdc.run.sentinel import Sentinel
+
+        if adapter and not wait:
+            raise ConfigError("--adapter says which adapters to wait for", "Add --wait")
+        try:
+            timeout_s = parse_seconds(timeout)
+        except ValueError as error:
+            raise ConfigError(f"--timeout {timeout}: {error}", "Give a time like 500ms, 30s or 5m") from None
+        made, seconds = Sentinel(StateDir(state_dir), adapter or ()), None
+        try:
+            seconds = made.wait(timeout_s) if wait else None
+        finally:
+            if as_json:
+                report = {"id": made.id, "asked_at": made.asked_at.isoformat(), "adapters": made.took_s}
+                print(json.dumps({**report, "position": made.position and str(made.position), "seconds": seconds}))
+            elif wait:
+                for name, took_s in made.took_s.items():
+                    print(f"{name:<28} {took_s:.2f} s")
+            else:
+                print(made.id)
+        if seconds is not None and not as_json:
+            moment = f"{made.asked_at:%H:%M:%S.%f}"[:-3]
+            who = "these targets" if adapter else "all targets"
+            print(f"{who} have everything that was committed before {moment} ({seconds:.2f} s)")

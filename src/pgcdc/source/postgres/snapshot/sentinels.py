@@ -1,0 +1,45 @@
+"""Sentinels: marks in the stream that stand behind everything committed before they were asked for (`pgcdc sentinel`)."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from psycopg import Connection
+
+from pgcdc.core.errors import ConnectionLost
+from pgcdc.core.position import Position
+from pgcdc.core.relation import Op
+from pgcdc.source.postgres.setup.guard import lost_on_error, wal_place
+from pgcdc.source.postgres.snapshot.marks import Mark, Marks
+from pgcdc.source.postgres.snapshot.releases import Release, marker
+
+KEPT = 100
+
+
+class Sentinels:
+    """The last sentinels by their ids, in memory: after a crash whoever waits asks for the same id again."""
+
+    def __init__(self, marks: Marks) -> None:
+        self._marks = marks
+        self._known: dict[str, Position | None] = {}  # None: the stream has not come that far
+
+    def ask(self, name: str, sql: Connection | None) -> Position | None:
+        """Where the sentinel of this id ends; None while it is on its way. An unknown id is a new sentinel."""
+        if name not in self._known:
+            if sql is None or sql.closed:
+                raise ConnectionLost(
+                    "the server is not connected", "Try again when pgcdc status says capture: streaming"
+                )
+            asked_at = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+            with lost_on_error():
+                lsn = wal_place(sql)
+            rows = [marker(Op.SENTINEL, name, asked_at)]
+            self._marks.ask(lsn, lambda: Mark(rows), lambda release: self._note(name, release))
+            self._known[name] = None
+            while len(self._known) > KEPT:
+                del self._known[next(iter(self._known))]
+        return self._known[name]
+
+    def _note(self, name: str, release: Release) -> None:
+        if name in self._known:
+            self._known[name] = release.end
