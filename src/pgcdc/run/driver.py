@@ -29,6 +29,7 @@ from pgcdc.run.member import Adapter
 from pgcdc.run.progress import SnapshotWatch, TableWatch, describe_stop
 from pgcdc.run.settings import PipelineSettings, view_source
 from pgcdc.run.supervisor import STOP_TIMEOUT_S, Lanes
+from pgcdc.run.verify.beside import VerifyBeside
 from pgcdc.sink.letters.record import DeadLetters
 from pgcdc.sink.spec import AdapterSpec
 from pgcdc.source.protocol import Prepared, make_source
@@ -87,6 +88,7 @@ class Driver:
         self._letters = LetterService(config, self.state, say, dead_letters)
         self._source = make_source(config.source)
         self._tables = TableWatch(self._source, self.state, say)
+        self._verify = VerifyBeside(config, self.state, say)
         self._link: CaptureLink | None = None
         self._server: RunServer | None = None
         self._prepared: Prepared | None = None
@@ -267,6 +269,7 @@ class Driver:
                 self.reloads.take(self.reload, self._chains.names)
                 self._phase = "streaming" if self._lanes.main.query is not None else "restarting the query"
                 self._tables.follow()
+                self._verify.follow(self._chains)
                 self._tables.tell_changes(self._chains.all)
                 if self.snapshot.follow(self.capture_status, self._lanes):
                     self._stop.set()
@@ -337,6 +340,7 @@ class Driver:
             self._say(describe_stop(status, later))
 
     def _close(self) -> None:
+        self._verify.close()
         if self._lanes is not None:  # first: a query that still runs would restart the capture
             self._lanes.close(end_queries=not self._owns_spark)
         if self._link is not None:

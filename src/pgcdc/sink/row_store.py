@@ -1,5 +1,5 @@
-"""The rows that a log of events leaves of one table, in a temporary file: memory does not grow with them. For `read_back`: no
-sink writes with this."""
+"""The rows that a log of events leaves of one table, in a temporary file: memory does not grow with them. For `read_back`:
+no sink writes with this."""
 
 from __future__ import annotations
 
