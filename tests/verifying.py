@@ -1,4 +1,4 @@
-"""For tests of `pgcdc verify`: a real stream delivered to adapters through their chains, whenever a barrier asks. No Spark."""
+"""For tests of `pgcdc verify`: a real stream, delivered through chains to adapters when a barrier asks. No Spark."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Flow(Source):
         with psycopg.connect(f"{url}?replication=database", autocommit=True) as conn:
             system, timeline = identify(conn)
             database = conn.info.dbname
-        details = SlotDetails(timeline, [{"name": "p"}], {})  # type: ignore[arg-type]
+        details = SlotDetails(timeline, [{"name": "p"}], {})
         identity = Identity("postgres", system, database, "verify", "1", self.start.commit, asdict(details))
         self.state.save_identity(identity)
         self.config = PipelineSettings(db=url, state_dir=self.state.path)
@@ -141,11 +141,16 @@ def mirrored(
     *first: str,
     transforms: Sequence[Any] = (),
     specs: Sequence[AdapterSpec] = (),
+    source: EmbeddedPostgres | None = None,
     **options: Any,
 ) -> Iterator[tuple[Flow, psycopg.Connection[Any]]]:
     """A source with these tables, whose rows are applied to a mirror, and a session there."""
-    own: Mapping[str, Any] = {"mode": "apply", **options}
-    with two_databases(postgres) as (url, target), psycopg.connect(target, autocommit=True) as mirror:
+    own: Mapping[str, Any] = {"mode": "apply", "origin": "none", **options}
+    with (
+        two_databases(source or postgres) as (url, _),
+        two_databases(postgres) as (_, target),
+        psycopg.connect(target, autocommit=True) as mirror,
+    ):
         flow = Flow(url, folder / "state", [adapter("pg_table", "mirror", db=target, **own), *specs], transforms)
         try:
             flow.deliver(*first)

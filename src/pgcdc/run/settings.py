@@ -46,7 +46,9 @@ class PipelineSettings(
     verify_every: Seconds = setting(
         0.0, "Compare the targets with the source this often, as pgcdc verify does; 0: never.", RUNNING, ge=0, example="6h"
     )  # fmt: skip
-    verify: VerifySettings = setting(VerifySettings(), "The same as a mapping: {every: 6h}.", RUNNING, flag=None)
+    verify: VerifySettings = setting(
+        VerifySettings(), "The same as a mapping: {every: 6h}.", RUNNING, flag=None, example="{every: 6h}"
+    )
     warm_up: bool = setting(True, "Warm Spark up before saying ready; --once does not.", RUNNING)
 
     @property

@@ -74,8 +74,8 @@ class Comparison:
         before = self.source.sums()
         self.barrier()
         there = self.target.sums()
-        self.result.rows = int(before.counts.sum())
-        self.result.ranges = int((before.counts > 0).sum())
+        self.result.rows = sum(before.rows)
+        self.result.ranges = sum(rows > 0 for rows in before.rows)
         for group in groups(before.differing(there), before, there):
             self._settle(unequal(self.source.rows(group), self.target.rows(group)))
 
@@ -112,7 +112,7 @@ def groups(buckets: list[int], *sums: Sums) -> Iterator[list[int]]:
     """Buckets whose rows are held at the same time."""
     group, held = list[int](), 0
     for bucket in buckets:
-        size = int(sum(one.counts[bucket] for one in sums))
+        size = sum(one.rows[bucket] for one in sums)
         if group and held + size > GROUP_ROWS:
             yield group
             group, held = [], 0

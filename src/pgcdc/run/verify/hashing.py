@@ -7,9 +7,6 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from pgcdc.postgres.database import Connection
 
 BUCKETS = 1 << 16
@@ -45,16 +42,15 @@ class Sums:
     """How many rows are in each bucket of keys, and the sum of their hashes. Its size does not depend on the rows."""
 
     def __init__(self) -> None:
-        self.counts: npt.NDArray[np.int64] = np.zeros(BUCKETS, np.int64)
-        self.totals: npt.NDArray[np.uint64] = np.zeros(BUCKETS, np.uint64)
+        self.rows, self.totals = [0] * BUCKETS, [0] * BUCKETS
 
-    def add(self, bucket: int, count: int, total: int) -> None:
-        self.counts[bucket] += count
-        self.totals[bucket] += np.uint64(total % WRAP)
+    def add(self, bucket: int, rows: int, total: int) -> None:
+        self.rows[bucket] += rows
+        self.totals[bucket] = (self.totals[bucket] + total) % WRAP
 
     def differing(self, other: Sums) -> list[int]:
-        found: list[int] = np.flatnonzero((self.counts != other.counts) | (self.totals != other.totals)).tolist()
-        return found
+        mine, theirs = (zip(one.rows, one.totals, strict=True) for one in (self, other))
+        return [bucket for bucket, (one, two) in enumerate(zip(mine, theirs, strict=True)) if one != two]
 
 
 # --- here

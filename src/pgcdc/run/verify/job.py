@@ -196,7 +196,7 @@ class Verify:
         """Rest after rows of the source, as the rate says."""
         if self.options.rate:
             now = time.monotonic()
-            self._due = max(self._due, now - 1.0) + rows / self.options.rate
+            self._due = max(self._due, now) + rows / self.options.rate
             time.sleep(max(0.0, self._due - now))
 
     # --- its sides
