@@ -170,7 +170,7 @@ def test_transforms_routes_and_names_of_a_pipeline_hold(postgres: EmbeddedPostgr
         {"type": "mask", "columns": ["email"], "mode": "redact"},
     ]
     file = adapter("file", path=str(tmp_path / "events.jsonl"), routes=["people"])
-    options = {"transforms": transforms, "specs": [file], "tables": "public.people=crm.persons"}
+    options: dict[str, Any] = {"transforms": transforms, "specs": [file], "tables": "public.people=crm.persons"}
     with mirrored(postgres, tmp_path, create, ITEMS, rows, ROWS, **options) as (flow, mirror):
         found = flow.check()
         assert {name: (one.outcome, one.rows, one.method) for name, one in found.items()} == {
@@ -215,6 +215,16 @@ def test_more_and_fewer_columns_and_a_missing_table_are_said(postgres: EmbeddedP
         assert (one.missing, one.notes) == (1000, ["table items at the target does not exist"])
 
 
+def test_a_table_or_column_that_comes_with_the_next_rows_is_no_difference(
+    postgres: EmbeddedPostgres, tmp_path: Path
+) -> None:
+    with mirrored(postgres, tmp_path) as (flow, _):
+        flow.run(ITEMS, ROWS)
+        assert (flow.check()["mirror/items"].outcome, flow.check()["mirror/items"].notes) == ("equal", [])
+        flow.run("ALTER TABLE items ADD COLUMN more int", "UPDATE items SET more = 1 WHERE id < 5")
+        assert (flow.check()["mirror/items"].outcome, flow.check()["mirror/items"].notes) == ("equal", [])
+
+
 def test_dead_letters_are_named_as_the_reason(postgres: EmbeddedPostgres, tmp_path: Path) -> None:
     with mirrored(postgres, tmp_path, ITEMS, ROWS) as (flow, mirror):
         mirror.execute("ALTER TABLE items ADD CHECK (price < 1000)")
@@ -255,7 +265,7 @@ def test_wrong_names_and_targets_are_refused(postgres: EmbeddedPostgres, tmp_pat
             ({"repair": True}, "only a running pipeline can repair"),
         ):
             with pytest.raises(PgcdcError, match=text):
-                flow.verify(**options)  # type: ignore[arg-type]
+                flow.verify(**options)
         with two_databases(postgres) as (other, _), pytest.raises(GapError, match="belongs to"):
             Verify(flow.config.but(db=other), flow.chains, VerifyOptions(at_rest=True)).run()
         moved = [replace(flow.chains.specs[0], options=flow.chains.specs[0].options.but(target_schema="elsewhere"))]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pgcdc.core.state import StateDir
+from pgcdc.core.state import StateDir, write_json
 from pgcdc.run.verify import report
 from pgcdc.run.verify.comparing import GROUP_ROWS, groups, unequal
 from pgcdc.run.verify.hashing import BUCKETS, Key, Seen, Sums, hash_values, note
@@ -156,5 +156,5 @@ def test_exit_codes_and_the_last_result(tmp_path: Path) -> None:
     codes = [Report("p", some, []).exit_code for some in ([], [good], [good, bad, other], [good, other])]
     assert codes == [0, 0, 1, 3]
     assert Report("p", [TableResult("m", "t", unsettled=1)], []).exit_code == 3
-    report.write_json(last_file(state), Report("0/1", [good, bad, other], []).summary())
+    write_json(last_file(state), Report("0/1", [good, bad, other], []).summary())
     assert describe_last(state) == ("different at 0/1, 0 min ago: m 1 missing, 1 different; f 1 not compared")

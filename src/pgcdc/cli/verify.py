@@ -44,11 +44,12 @@ def verify(
         from pgcdc.run.chains import Chains
         from pgcdc.run.settings import choose_specs
         from pgcdc.run.verify.job import Verify, VerifyOptions
-        from pgcdc.sink.spec import keep_secrets
+        from pgcdc.sink.spec import check_adapters, keep_secrets
 
         loaded = _load(given_flags(ctx), config, adapter or [])
         settings = loaded.config
         chains = Chains(choose_specs(settings, None), settings.global_transforms, is_typed=settings.table is not None)
+        check_adapters(chains.specs)
         keep_secrets([settings.db, settings.dlq_db], chains.specs, chains.transforms)
         options = VerifyOptions(tuple(name or ()), tuple(adapter or ()), keys, rate, repair, at_rest, resume)
         progress = CopyProgress()
@@ -73,7 +74,6 @@ def _load(flags: dict[str, Any], file: Path | None, names: list[str]) -> Loaded:
         if not names:
             raise ConfigError("no adapter is given", "Give --config of the pipeline, or --adapter and its flags")
         loaded = load({**flags, "adapters": names}, os.environ, file)
-    loaded.check()
     return loaded
 
 
