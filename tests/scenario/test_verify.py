@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 import time
@@ -19,9 +20,9 @@ from verifying import adapter, mirrored
 
 from pgcdc.core.errors import ConfigError, GapError, PgcdcError, StateError
 from pgcdc.core.position import Position
-from pgcdc.core.state import Lock
+from pgcdc.core.state import Lock, StateDir
 from pgcdc.playground.postgres import EmbeddedPostgres, find_binaries
-from pgcdc.run.verify import comparing, job
+from pgcdc.run.verify import comparing, job, repair
 from pgcdc.run.verify.job import Verify, VerifyOptions
 from pgcdc.run.verify.sides import SqlSide
 
@@ -261,18 +262,27 @@ def test_wrong_names_and_targets_are_refused(postgres: EmbeddedPostgres, tmp_pat
             ({"tables": ("nothing",)}, "table nothing is not captured"),
             ({"adapters": ("mirrow",)}, "there is no adapter mirrow"),
             ({"adapters": ("noop",)}, "cannot be read back.*pg_table in mode apply, file, redis in mode sync"),
-            ({"at_rest": False}, "does not run.*--at-rest"),
-            ({"repair": True}, "only a running pipeline can repair"),
         ):
             with pytest.raises(PgcdcError, match=text):
                 flow.verify(**options)
         with two_databases(postgres) as (other, _), pytest.raises(GapError, match="belongs to"):
-            Verify(flow.config.but(db=other), flow.chains, VerifyOptions(at_rest=True)).run()
+            Verify(flow.config.but(db=other), flow.chains, VerifyOptions()).run()
         moved = [replace(flow.chains.specs[0], options=flow.chains.specs[0].options.but(target_schema="elsewhere"))]
         with pytest.raises(StateError, match="another target"):
-            Verify(flow.config, flow.chains.having(moved), VerifyOptions(at_rest=True)).run()
+            Verify(flow.config, flow.chains.having(moved), VerifyOptions()).run()
         with pytest.raises(StateError, match="is not a state directory"):
             Verify(flow.config.but(state_dir=tmp_path / "none"), flow.chains).run()
+
+
+def test_without_a_pipeline_it_compares_only_if_told_to(postgres: EmbeddedPostgres, tmp_path: Path) -> None:
+    with mirrored(postgres, tmp_path, ITEMS, ROWS) as (flow, _):
+        flow.run("DELETE FROM items WHERE id = 1")
+        flow.lock.release()
+        for options, text in (({}, "does not run.*--at-rest"), ({"repair": True, "at_rest": True}, "only a running")):
+            with pytest.raises(StateError, match=text):
+                flow.verify(**options)
+        report = flow.verify(at_rest=True)
+        assert (report.tables[0].keys, report.position) == ({"extra": [["1"]]}, str(flow.runners[0].ack))
 
 
 def test_two_at_once_are_refused(postgres: EmbeddedPostgres, tmp_path: Path) -> None:
@@ -410,3 +420,42 @@ def test_differences_in_redis_are_found(postgres: EmbeddedPostgres, tmp_path: Pa
             assert one.keys == {"missing": [["5"]], "different": [["6"], ["8"]], "extra": [["what"]]}
     finally:
         server.kill()
+
+
+# --- repair
+
+
+def test_repair_asks_the_capture_for_the_keys_that_differ_and_looks_again(
+    postgres: EmbeddedPostgres, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keyless = ("CREATE TABLE log (a int)", "ALTER TABLE log REPLICA IDENTITY FULL", "INSERT INTO log VALUES (1)")
+    pairs = 'CREATE TABLE "Pair" (b text, a int, n int, PRIMARY KEY (a, b))'
+    rows = """INSERT INTO "Pair" SELECT 'b"' || n, n, n FROM generate_series(1, 9) n"""
+    with mirrored(postgres, tmp_path, ITEMS, ROWS, *keyless, pairs, rows) as (flow, mirror):
+        mirror.execute("DELETE FROM items WHERE id IN (1, 2, 3)")
+        mirror.execute("INSERT INTO items (id) VALUES (-1)")
+        mirror.execute("TRUNCATE log")
+        mirror.execute('UPDATE "Pair" SET n = 0 WHERE a = 4')
+        asked = list[dict[str, Any]]()
+
+        def add(state: StateDir, request: dict[str, Any]) -> None:
+            asked.append(request)
+            if request["table"] == "items":  # all but one
+                mirror.execute("DELETE FROM items WHERE id = -1")
+                flow.deliver("UPDATE items SET price = 0 WHERE id IN (1, 2)")  # which brings a missing row
+
+        def listed(state: StateDir) -> list[dict[str, Any]]:
+            return [{"id": one["id"], "status": "done", "error": ""} for one in asked]
+
+        monkeypatch.setattr(repair, "ask_snapshots", add)
+        monkeypatch.setattr(repair, "list_snapshots", listed)
+        found = flow.check(repair=True)
+        items = found["mirror/items"]
+        assert (items.repaired, items.keys, items.wrong) == (3, {"missing": [["3"]]}, 1)
+        assert found["mirror/log"].notes[-1].endswith("pgcdc resync --table log --adapter mirror")
+        assert found['mirror/"Pair"'].different == 1
+        files = {one["table"]: Path(one.pop("keys_file")) for one in asked}
+        assert [(one["action"], one["kind"], one["adapters"]) for one in asked] == [("add", "repair", ["mirror"])] * 2
+        assert all(path.parent == flow.state.snapshot_keys for path in files.values())
+        keys = {name: sorted(map(json.loads, path.read_text().splitlines())) for name, path in files.items()}
+        assert keys == {"items": [["-1"], ["1"], ["2"], ["3"]], '"Pair"': [["4", 'b"4']]}  # in the order of the key
