@@ -9,9 +9,10 @@ from itertools import islice
 from pgcdc.run.verify.hashing import Key, Seen, Sums
 from pgcdc.run.verify.report import Notebook, TableResult
 from pgcdc.run.verify.settling import WRONG, settle
-from pgcdc.run.verify.sides import Range, Side, SqlSide
+from pgcdc.run.verify.sides import ALL, Range, Side, SqlSide
 
-RANGE_ROWS = 50_000
+RANGE_ROWS, RANGE_BUCKETS = 50_000, 1 << 10
+BUCKETS = 1 << 16  # Of a table that is not cut into ranges
 GROUP_RANGES = 40  # Compared after one barrier
 GROUP_ROWS = 200_000  # Held at a time, of buckets that differ
 SETTLED_KEYS = 10_000  # Looked at together
@@ -60,24 +61,36 @@ class Comparison:
                 self.progress(result.rows + sum(rows for _, (rows, _) in group), False)
                 after, is_last = upto, upto is None
             self.barrier()
+            doubtful = set[Key]()
             for part, found in group:
                 result.rows += found[0]
                 result.ranges += 1
                 if target.range_sum(part) != found:
-                    self._settle(unequal(source.range_rows(part), target.range_rows(part)))
+                    sums = [side.sums(part, RANGE_BUCKETS) for side in (source, target)]
+                    for keys in self._unequal(part, *sums):
+                        doubtful |= keys
+                if len(doubtful) >= SETTLED_KEYS:
+                    self._settle(doubtful)
+                    doubtful.clear()
+            self._settle(doubtful)
             result.after = list(after) if after is not None else None
             if is_last:
                 return
             self.notebook.save()
 
     def _compare_buckets(self) -> None:
-        before = self.source.sums()
+        before = self.source.sums(ALL, BUCKETS)
         self.barrier()
-        there = self.target.sums()
-        self.result.rows = sum(before.rows)
-        self.result.ranges = sum(rows > 0 for rows in before.rows)
+        there = self.target.sums(ALL, BUCKETS)
+        self.result.rows, self.result.ranges = sum(before.rows), sum(rows > 0 for rows in before.rows)
+        for keys in self._unequal(ALL, before, there):
+            self._settle(keys)
+
+    def _unequal(self, part: Range, before: Sums, there: Sums) -> Iterator[set[Key]]:
+        """Keys that seem to differ, from the buckets that do."""
         for group in groups(before.differing(there), before, there):
-            self._settle(unequal(self.source.rows(group), self.target.rows(group)))
+            sides = [side.rows(part, group, len(before.rows)) for side in (self.source, self.target)]
+            yield unequal(*sides)
 
     def look_again(self) -> None:
         """After a repair: what was wrong, as it is now."""

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from pgcdc.postgres.database import Connection
 
-BUCKETS = 1 << 16
 WRAP = 1 << 64
 PROBE = 'a,"b"\\ ä€🐘'
 
@@ -41,8 +40,8 @@ def note(found: dict[Key, Seen], key: Key, hashed: int, mark: str = "") -> None:
 class Sums:
     """How many rows are in each bucket of keys, and the sum of their hashes. Its size does not depend on the rows."""
 
-    def __init__(self) -> None:
-        self.rows, self.totals = [0] * BUCKETS, [0] * BUCKETS
+    def __init__(self, buckets: int) -> None:
+        self.rows, self.totals = [0] * buckets, [0] * buckets
 
     def add(self, bucket: int, rows: int, total: int) -> None:
         self.rows[bucket] += rows
@@ -60,10 +59,6 @@ def hash_values(values: Iterable[bytes | None]) -> int:
     """64 bits of the values of a row."""
     text = b"".join(b"-" if one is None else b"%d:%b" % (len(one), one) for one in values)
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
-
-
-def bucket_of(hashed: int) -> int:
-    return hashed % BUCKETS
 
 
 # --- by a server

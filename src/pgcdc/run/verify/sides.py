@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from pgcdc.event.edits import SimpleChain
 from pgcdc.postgres.database import Connection, explain_errors, quote_identifier, quote_literal
-from pgcdc.run.verify.hashing import BUCKETS, WRAP, Key, Seen, Sums, bucket_of, hash_sql, hash_values, note
+from pgcdc.run.verify.hashing import WRAP, Key, Seen, Sums, hash_sql, hash_values, note
 from pgcdc.run.verify.settling import Finder
 from pgcdc.source.postgres.setup.tables import PublishedTable
 from pgcdc.source.postgres.snapshot.copy import copy_rows
@@ -23,14 +23,17 @@ Pace = Callable[
 ]  # Called with rows that were read: waits, so that the source is not read faster than allowed
 
 
+ALL: Range = (None, None)
+
+
 class Side(Finder, Protocol):
-    """What every comparison needs."""
+    """What every comparison needs. `of`: into how many buckets keys fall, a power of 2."""
 
-    def sums(self) -> Sums:
-        """All rows, by buckets of their keys."""
+    def sums(self, part: Range, of: int) -> Sums:
+        """The rows of a range, by buckets of their keys."""
 
-    def rows(self, buckets: Collection[int]) -> dict[Key, Seen]:
-        """The rows in some buckets."""
+    def rows(self, part: Range, buckets: Collection[int], of: int) -> dict[Key, Seen]:
+        """The rows of a range that are in some buckets."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +63,9 @@ class SqlSide(Side):
     def _texts(self) -> list[str]:
         return [f"concat({one})" for one in self._names]  # which writes a value as COPY does
 
-    @property
-    def _bucket(self) -> str:
+    def _bucket(self, of: int) -> str:
         hashed = hash_sql(self._names, is_md5=self.is_md5) if self.key else self._hash
-        return f"({hashed} & {BUCKETS - 1})"
+        return f"({hashed} & {of - 1})"
 
     def _select(self, what: str, *conditions: str | None, tail: str = "", values: Sequence[object] = ()) -> list[tuple]:  # type: ignore[type-arg]
         given = " AND ".join(f"({one}\n)" for one in (self.condition, *conditions) if one)
@@ -88,17 +90,15 @@ class SqlSide(Side):
         self.pace(count)
         return count, int(total) % WRAP
 
-    def range_rows(self, part: Range) -> dict[Key, Seen]:
-        return self._read(*self._within(part))
-
-    def sums(self) -> Sums:
-        made = Sums()
-        for bucket, count, total in self._select(f"{self._bucket}, count(*), sum({self._hash})", tail=" GROUP BY 1"):
+    def sums(self, part: Range, of: int) -> Sums:
+        made, what = Sums(of), f"{self._bucket(of)}, count(*), sum({self._hash})"
+        for bucket, count, total in self._select(what, *self._within(part), tail=" GROUP BY 1"):
             made.add(bucket, count, int(total))
+        self.pace(sum(made.rows))
         return made
 
-    def rows(self, buckets: Collection[int]) -> dict[Key, Seen]:
-        return self._read(f"{self._bucket} = ANY ($1::int8[])", values=[list(buckets)])
+    def rows(self, part: Range, buckets: Collection[int], of: int) -> dict[Key, Seen]:
+        return self._read(*self._within(part), f"{self._bucket(of)} = ANY ($1::int8[])", values=[list(buckets)])
 
     def find(self, keys: Collection[Key]) -> dict[Key, Seen]:
         if not self.key:
@@ -130,14 +130,14 @@ Rows = tuple[list[pa.Array], list[str] | None]
 
 @dataclass(frozen=True)
 class ReadSide(Side):
-    """Rows that come as texts."""
+    """Rows that come as texts, always all of them."""
 
     read: Callable[[Collection[Key] | None], Iterator[Rows]]
     """All rows, or at least those with these keys."""
     key: tuple[int, ...]  # Which of the columns; (): rows are counted
 
     def _walk(self, keys: Collection[Key] | None = None) -> Iterator[tuple[Key, int, int, str]]:
-        """Key, its bucket, hash and mark of each row."""
+        """Key, its hash, hash and mark of each row."""
         for columns, marks in self.read(keys):
             values = [column.cast(pa.binary()).to_pylist() for column in columns]
             for number, row in enumerate(zip(*values, strict=True)):
@@ -145,21 +145,21 @@ class ReadSide(Side):
                 if self.key:
                     parts = [row[at] for at in self.key]
                     key = tuple((one or b"").decode(errors="surrogateescape") for one in parts)
-                    bucket = bucket_of(hash_values(parts))
+                    placed = hash_values(parts)
                 else:
-                    key, bucket = (str(hashed),), bucket_of(hashed)
-                yield key, bucket, hashed, marks[number] if marks else ""
+                    key, placed = (str(hashed),), hashed
+                yield key, placed, hashed, marks[number] if marks else ""
 
-    def sums(self) -> Sums:
-        made = Sums()
-        for _, bucket, hashed, _ in self._walk():
-            made.add(bucket, 1, hashed)
+    def sums(self, part: Range, of: int) -> Sums:
+        made = Sums(of)
+        for _, placed, hashed, _ in self._walk():
+            made.add(placed % of, 1, hashed)
         return made
 
-    def rows(self, buckets: Collection[int]) -> dict[Key, Seen]:
+    def rows(self, part: Range, buckets: Collection[int], of: int) -> dict[Key, Seen]:
         wanted, found = set(buckets), dict[Key, Seen]()
-        for key, bucket, hashed, mark in self._walk():
-            if bucket in wanted:
+        for key, placed, hashed, mark in self._walk():
+            if placed % of in wanted:
                 note(found, key, hashed, mark)
         return found
 
