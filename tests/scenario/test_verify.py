@@ -253,6 +253,32 @@ def test_what_cannot_be_compared_is_said_and_counted(postgres: EmbeddedPostgres,
         assert "only Spark can run it" in flow.verify().tables[0].reason
 
 
+def test_partitions_as_one_table_row_filters_and_column_lists_of_a_publication_hold(
+    postgres: EmbeddedPostgres, tmp_path: Path
+) -> None:
+    publication = (
+        "CREATE PUBLICATION p FOR TABLE items (id, name) WHERE (id > 500), parts WITH (publish_via_partition_root)"
+    )
+    parts = "CREATE TABLE parts (id int PRIMARY KEY, n int) PARTITION BY RANGE (id)"
+    made = [f"CREATE TABLE parts_{n} PARTITION OF parts FOR VALUES FROM ({n}0) TO ({n + 1}0)" for n in range(9)]
+    rows = "INSERT INTO parts SELECT n, n FROM generate_series(0, 89) n"
+    with mirrored(postgres, tmp_path, "DROP PUBLICATION p", ITEMS, parts, *made, publication, ROWS, rows) as (
+        flow,
+        mirror,
+    ):
+        found = flow.check()
+        assert {name: (one.outcome, one.rows) for name, one in found.items()} == {
+            "mirror/items": ("equal", 500),
+            "mirror/parts": ("equal", 90),
+        }
+        mirror.execute("UPDATE items SET name = '' WHERE id = 501")
+        mirror.execute("DELETE FROM parts WHERE id = 55")
+        mirror.execute("INSERT INTO items (id) VALUES (500)")
+        found = flow.check()
+        assert found["mirror/items"].keys == {"different": [["501"]], "extra": [["500"]]}
+        assert found["mirror/parts"].keys == {"missing": [["55"]]}
+
+
 # --- bad input
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
@@ -9,8 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pgcdc.config import load_config
+from pgcdc.core.errors import PgcdcError
 from pgcdc.core.state import StateDir, write_json
+from pgcdc.run.chains import Chains
+from pgcdc.run.settings import PipelineSettings
 from pgcdc.run.verify import report
+from pgcdc.run.verify.beside import VerifyBeside
 from pgcdc.run.verify.comparing import GROUP_ROWS, groups, unequal
 from pgcdc.run.verify.hashing import Key, Seen, Sums, hash_values, note
 from pgcdc.run.verify.report import Notebook, Report, TableResult, describe_last, last_file
@@ -158,3 +164,41 @@ def test_exit_codes_and_the_last_result(tmp_path: Path) -> None:
     assert Report("p", [TableResult("m", "t", unsettled=1)], []).exit_code == 3
     write_json(last_file(state), Report("0/1", [good, bad, other], []).summary())
     assert describe_last(state) == ("different at 0/1, 0 min ago: m 1 missing, 1 different; f 1 not compared")
+
+
+# --- now and then
+
+
+@pytest.mark.parametrize("text", ["verify: {every: 6h}", "verify_every: 6h"])
+def test_it_runs_now_and_then_as_the_file_says(tmp_path: Path, text: str) -> None:
+    (tmp_path / "pgcdc.yaml").write_text(f"adapters: [noop]\ntables: [orders]\n{text}\n")
+    config = load_config({}, {"PGCDC_DB": "postgresql://localhost/shop"}, tmp_path / "pgcdc.yaml")
+    beside = VerifyBeside(config, StateDir(tmp_path), lambda text: None)
+    assert beside._every_s == 6 * 3600
+    (tmp_path / "pgcdc.yaml").write_text("adapters: [noop]\ntables: [orders]\nverify: {every: often}\n")
+    with pytest.raises(PgcdcError, match="verify.every"):
+        load_config({}, {"PGCDC_DB": "postgresql://localhost/shop"}, tmp_path / "pgcdc.yaml")
+
+
+def test_a_failed_one_is_said_and_the_pipeline_goes_on(tmp_path: Path) -> None:
+    said: list[str] = []
+    config = PipelineSettings(
+        db="postgresql://user:correct-horse@localhost:1/shop", state_dir=tmp_path, verify_every=0.01
+    )
+    beside = VerifyBeside(config, StateDir(tmp_path), said.append)
+    deadline = time.monotonic() + 60
+    while not said and time.monotonic() < deadline:
+        beside.follow(Chains((), ()))
+        time.sleep(0.02)
+    beside.close()
+    assert said == [f"verify failed: see {tmp_path / 'verify.log'}"]
+    assert "is not a state directory" in (tmp_path / "verify.log").read_text()
+
+
+def test_what_cannot_go_to_another_process_is_said_once(tmp_path: Path) -> None:
+    said: list[str] = []
+    beside = VerifyBeside(PipelineSettings(state_dir=tmp_path, verify_every=0.01), StateDir(tmp_path), said.append)
+    for _ in range(3):
+        time.sleep(0.02)
+        beside.follow(Chains((), (lambda event: event,)))
+    assert len(said) == 1 and said[0].startswith("verify cannot run beside this pipeline")
