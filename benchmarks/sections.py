@@ -40,6 +40,7 @@ from size import measure_size
 from snapshot import measure_reading
 from tls import describe_tls, tls_enabled, with_tls
 from toast import drop_toast, prepare_toast, run_toast
+from verify import measure_verify
 from webhook import BATCH_SIZE, WORKERS, Posted, measure_webhook
 from workload import Backlog, Writer, connect, drop_slot, new_slot, prepare_backlog, start_server
 
@@ -548,6 +549,7 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {
     "append": measure_append,
     "three": measure_three,
     "webhook": measure_webhooks,
+    "verify": measure_verify,
     "tls": measure_tls,
     "peers": measure_peers,
     "large": measure_large,

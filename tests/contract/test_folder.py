@@ -166,14 +166,14 @@ def test_keys_are_read_back_from_all_parts_and_missing_ones_are_refused(folder: 
         assert isinstance(sink.sink, FolderSink)
         assert content_kind(folder.path) == "events"
         with KeyStore(tmp_path / "keys.db", {("public", "orders"): ["id"]}) as store:
-            sink.sink.read_back(store)
+            sink.sink.read_events(store)
             assert store.write_keys(("public", "orders"), tmp_path / "keys") == 2
         (folder.path / names(folder)[0]).unlink()
         with (
             pytest.raises(SinkError, match="has 1 parts"),
             KeyStore(tmp_path / "keys.db", {("public", "orders"): ["id"]}) as store,
         ):
-            sink.sink.read_back(store)
+            sink.sink.read_events(store)
 
 
 def test_part_that_the_driver_does_not_see_is_not_acknowledged(folder: FolderTarget) -> None:

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from pgcdc.cli.main import app
 from pgcdc.cli.snapshot import snapshot_app
+from pgcdc.cli.verify import verify_app
 from pgcdc.config import Config
 from pgcdc.config.adapters import FLAT_KEYS
 from pgcdc.core import errors
@@ -116,6 +117,13 @@ def test_snapshots_page_names_every_flag_of_the_command() -> None:
     flags = {flag for one in own for flag in one.opts}
     assert len(flags) > 12
     assert sorted(flags - set(_FLAG.findall(_read("snapshots.md")))) == []
+
+
+def test_verify_page_names_every_flag_of_the_command() -> None:
+    own = [one for one in typer.main.get_command(verify_app).params if one.name not in ("help", "config")]
+    flags = {flag for one in own for flag in (*one.opts, *one.secondary_opts)}
+    assert len(flags) > 8
+    assert sorted(flags - set(_FLAG.findall(_read("verify.md")))) == []
 
 
 def test_walkthrough_names_only_files_and_folders_that_exist() -> None:

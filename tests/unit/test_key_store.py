@@ -102,7 +102,7 @@ def test_the_file_is_read_up_to_its_ack(tmp_path: Path) -> None:
     acked = json.dumps(event("INSERT", {"id": "1"})) + "\n"
     sink = make_sink(tmp_path, acked + json.dumps(event("INSERT", {"id": "2"})), len(acked))
     with KeyStore(tmp_path / "k", TABLES) as store:
-        sink.read_back(store)
+        sink.read_events(store)
         store.write_keys(T, tmp_path / "keys")
     assert (tmp_path / "keys").read_text() == '["1"]\n'
 
@@ -110,17 +110,17 @@ def test_the_file_is_read_up_to_its_ack(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["nothing\n", '{"a": 1}\n', '{"_op": "INSERT", "id": 1}\n', "[]\n", '{"operation"'])
 def test_a_file_that_is_not_one_of_events_is_refused(tmp_path: Path, text: str) -> None:
     with KeyStore(tmp_path / "k", TABLES) as store, pytest.raises(SinkError, match=r"events\.jsonl, line 1"):
-        make_sink(tmp_path, text).read_back(store)
+        make_sink(tmp_path, text).read_events(store)
 
 
 def test_a_file_that_is_gone_or_shorter_is_refused(tmp_path: Path) -> None:
     sink = make_sink(tmp_path, "", 10)
     with KeyStore(tmp_path / "k", TABLES) as store:
         with pytest.raises(SinkError, match="has 0 bytes, but 10 were written"):
-            sink.read_back(store)
+            sink.read_events(store)
         (tmp_path / "events.jsonl").unlink()
         with pytest.raises(SinkError, match="is gone"):
-            sink.read_back(store)
+            sink.read_events(store)
 
 
 def test_memory_is_that_of_the_buffer_whatever_the_number_of_keys(

@@ -153,7 +153,7 @@ def test_crash_in_a_rotation_is_finished_at_the_next_start(
     with KeyStore(tmp_path / "keys", {("public", "items"): ["id"]}) as store:  # a resync comes first
         before = run(FileSink(target.path), target.acks)
         before.check()
-        read(target).read_back(store)
+        read(target).read_events(store)
         count = store.write_keys(("public", "items"), target.acks / "found")
     assert count == len(up_to(before.ack))
     again = make(target)
@@ -359,16 +359,16 @@ def test_keys_are_read_back_over_rotated_files_and_missing_ones_are_refused(
     reader = read(target)
     assert (reader.kind, reader.is_complete, reader.is_there) == ("events", True, True)
     with KeyStore(tmp_path / "keys", {table: ["id"]}) as store:
-        reader.read_back(store)
+        reader.read_events(store)
         assert store.write_keys(table, tmp_path / "found") == len(WHOLE)
     gone = next(target.path.parent.glob("events.jsonl.000002*"))
     moved = gone.rename(tmp_path / "moved")
     with KeyStore(tmp_path / "keys", {table: ["id"]}) as store, pytest.raises(SinkError, match="Move back"):
-        reader.read_back(store)
+        reader.read_events(store)
     moved.rename(gone)
     gone.write_bytes(b"\x1f\x8b nothing")
     with KeyStore(tmp_path / "keys", {table: ["id"]}) as store, pytest.raises(SinkError):
-        reader.read_back(store)
+        reader.read_events(store)
 
 
 def test_files_that_were_removed_make_it_incomplete_even_if_they_are_still_there(target: RotatingFile) -> None:
@@ -384,7 +384,7 @@ def test_files_that_were_removed_make_it_incomplete_even_if_they_are_still_there
         KeyStore(target.path.parent / "keys", {("public", "items"): ["id"]}) as store,
         pytest.raises(SinkError, match="older files"),
     ):
-        reader.read_back(store)
+        reader.read_events(store)
 
 
 def test_another_path_begins_anew_and_leaves_the_old_files(target: RotatingFile) -> None:

@@ -15,6 +15,7 @@ COMMANDS = {
     "validate": "Check configuration, connection, rights, tables and adapters. Starts nothing, leaves nothing behind.",
     "describe": "Every column of a table: its type in PostgreSQL and in Spark, whether it is a key, and how exact it is.",
     "snapshot": "Copy tables as they are now through adapters: consistent, complete, and without a trace on the server.",
+    "verify": "Compare every table at every target that can be read back with the source, and name the rows that differ.",
     "status": "Phase, positions, lag in bytes and seconds, and the last error of the pipeline that owns a state directory.",
     "reload": "Make a running `pgcdc listen` read its transforms and routes again; they apply from the next batch on.",
     "sentinel": "Mark this moment in a running pipeline's stream, and wait until its targets have everything before it.",

@@ -36,6 +36,7 @@ class SnapshotCommand(SettingsCommand):
         "snapshot_mode", "snapshot_first", "snapshot_table", "snapshot_hold_limit", "incremental_snapshot", "signal_table",
         "snapshot_chunk_size", "snapshot_chunk_delay", "toast", "toast_cache", "toast_cache_max_entries", "messages",
         "tx_metadata", "tx_markers", "schema_events", "sentinel_events", "spool_limit", "max_batch_rows", "once", "warm_up",
+        "verify_every",
     )  # fmt: skip
 
 

@@ -49,6 +49,7 @@ def status(
 def read_status(state_dir: Path) -> dict[str, Any]:
     """One flat report: from the run and the capture, and of what does not run from what it left durably."""
     from pgcdc.capture.control import ask
+    from pgcdc.run.verify.report import describe_last
 
     state = StateDir(state_dir)
     identity = state.identity()
@@ -80,6 +81,7 @@ def read_status(state_dir: Path) -> dict[str, Any]:
         **{f"snapshot_{name}": initial.get(name) for name in _OF_SNAPSHOT},
         **{name: capture.get(name) for name in _OF_CAPTURE},
         "snapshots": _snapshots_of(state, capture, capturing),
+        "verify": describe_last(state),
         "last_error": str(PgcdcError.from_json(error)) if error else None,
         "updated_seconds_ago": round(time.time() - capture["time"], 1) if "time" in capture else None,
     }

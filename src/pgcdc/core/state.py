@@ -17,6 +17,7 @@ acks/             one file per sink
 checkpoints/      Spark's, one folder per lane, and in each where its batches ended (`ends/`)
 toast/            the cache of --toast cache
 dead_letters.jsonl  events that targets refused
+verify.json       a `pgcdc verify` that is not finished; verify/ has keys that differ, verify_last.json the last result
 resync.json       a `pgcdc resync` that is not finished; resync/ has its keys
 """
 
@@ -39,7 +40,7 @@ from pgcdc.core.errors import StateError
 LOG_BYTES = 10 << 20
 FORMAT = 4  # Of the state directory. Raise it when one version of pgcdc could misread another's state
 _OF_THE_SLOT = ("spool", "checkpoints", "consumers.json", "shapes.jsonl", "toast", "typed", "snapshot", "capture.json",
-                "run.json", "lanes.json")  # fmt: skip
+                "run.json", "lanes.json", "verify.json", "verify", "verify_last.json")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

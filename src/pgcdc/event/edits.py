@@ -129,9 +129,21 @@ class SimpleChain:
             return column
         return {**column, "missing": self._hide(pa.array([column["missing"]], pa.string()), steps)[0].as_py()}
 
-    def has(self, shape: Relation) -> bool:
-        """Whether its routes let this table's changes through."""
+    def fates(self, shape: Relation) -> list[tuple[str | None, bool]]:
+        """For each column of a table its name behind the chain (None: dropped), and whether it is masked."""
+        fate = self._fate(shape)
+        return [(name, bool(steps)) for name, steps in zip(fate.names, fate.masks, strict=True)]
+
+    def is_routed(self, shape: Relation) -> bool:
         return self._fate(shape).is_routed
+
+    def columns(self, shape: Relation, values: Iterable[pa.Array]) -> list[pa.Array]:
+        """Whole columns of a table's rows as the chain leaves them."""
+        fate = self._fate(shape)
+        fates = zip(values, fate.names, fate.masks, strict=True)
+        return [
+            self._hide(one.cast(pa.string()), steps) if steps else one for one, name, steps in fates if name is not None
+        ]
 
     def _fate(self, shape: Relation) -> _Fate:
         fate = self._fates.get(shape)

@@ -30,6 +30,7 @@ from pgcdc.run.progress import SnapshotWatch, TableWatch, describe_stop
 from pgcdc.run.settings import PipelineSettings, view_source
 from pgcdc.run.supervisor import STOP_TIMEOUT_S, Lanes
 from pgcdc.run.table_reloads import TableReloads
+from pgcdc.run.verify.beside import VerifyBeside
 from pgcdc.sink.letters.record import DeadLetters
 from pgcdc.sink.spec import AdapterSpec
 from pgcdc.source.protocol import Prepared, make_source
@@ -88,6 +89,7 @@ class Driver:
         self._letters = LetterService(config, self.state, say, dead_letters)
         self._source = make_source(config.source)
         self._tables = TableWatch(self._source, self.state, say)
+        self._verify = VerifyBeside(config, self.state, say)
         self._link: CaptureLink | None = None
         self._server: RunServer | None = None
         self._prepared: Prepared | None = None
@@ -273,6 +275,7 @@ class Driver:
                 self._phase = "streaming" if self._lanes.main.query is not None else "restarting the query"
                 self._tables.follow()
                 self._table_reloads.follow()
+                self._verify.follow(self._chains)
                 self._tables.tell_changes(self._chains.all)
                 if self.snapshot.follow(self.capture_status, self._lanes):
                     self._stop.set()
@@ -343,6 +346,7 @@ class Driver:
             self._say(describe_stop(status, later))
 
     def _close(self) -> None:
+        self._verify.close()
         if self._lanes is not None:  # first: a query that still runs would restart the capture
             self._lanes.close(end_queries=not self._owns_spark)
         if self._link is not None:

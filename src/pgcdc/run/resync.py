@@ -311,7 +311,7 @@ class Resync:
         found: list[dict[str, Any]] = []
         for sink in self._readable() if wanted else []:
             with KeyStore(self.state.resync / "keys.sqlite", wanted) as store:
-                sink.read_back(store)
+                sink.read_events(store)
                 for number, (table, key) in enumerate(wanted.items()):
                     file = f"keys-{sink.name}-{number}.jsonl"
                     count = store.write_keys(table, self.state.resync / file)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pgcdc.capture.control import CaptureOptions
 from pgcdc.core.relation import Relation
-from pgcdc.core.settings import setting
+from pgcdc.core.settings import Options, Seconds, setting
 from pgcdc.core.state import StateDir
 from pgcdc.event.edits import full_pattern
 from pgcdc.sink.letters.record import LetterSettings
@@ -19,6 +19,12 @@ from pgcdc.spark.options import EventSettings, ReaderSettings, TypedSettings
 from pgcdc.transform.specs import Chain, column_chain, from_spec
 
 ADAPTERS, RUNNING = "Adapters", "Running"
+
+
+class VerifySettings(Options):
+    """`pgcdc verify` beside a running pipeline."""
+
+    every: Seconds = setting(0.0, "how often: 6h; 0: never", ge=0)
 
 
 class PipelineSettings(
@@ -37,6 +43,12 @@ class PipelineSettings(
         example="spark://10.0.0.5:7077", pattern=r"^(local(\[.+\])?|spark://.+|yarn|k8s://.+)$",
     )  # fmt: skip
     once: bool = setting(False, "Deliver everything committed up to now, confirm, exit.", RUNNING)
+    verify_every: Seconds = setting(
+        0.0, "Compare the targets with the source this often, as pgcdc verify does; 0: never.", RUNNING, ge=0, example="6h"
+    )  # fmt: skip
+    verify: VerifySettings = setting(
+        VerifySettings(), "The same as a mapping: {every: 6h}.", RUNNING, flag=None, example="{every: 6h}"
+    )
     warm_up: bool = setting(True, "Warm Spark up before saying ready; --once does not.", RUNNING)
 
     @property

@@ -26,6 +26,7 @@ from pgcdc.core.state import Identity, read_json, write_json_durably
 from pgcdc.event.batch import Batch
 from pgcdc.event.edits import SimpleChain
 from pgcdc.event.forms import Form
+from pgcdc.event.shape import TableShape
 from pgcdc.sink.holds import Hold, dump_holds, parse_holds
 
 __all__ = [
@@ -48,7 +49,7 @@ class Progress:
     after every write. A sink saves itself where the detail must be on disk before its next step."""
 
     def __init__(self, folder: Path, name: str) -> None:
-        self.name = name
+        self.name, self.folder = name, folder
         self._path = folder / f"{name}.json"
         raw = read_json(self._path)
         self.position: Position | None = None  # Everything up to here is durable; None: nothing was ever written
@@ -192,6 +193,7 @@ class Sink(Protocol):
     finds_by_halves: ClassVar[bool] = False
     """SinkRejected without names says that some event is wrong: the runner finds it by giving halves."""
     takes_executors: bool = False  # Executors may write large batches to it: it is a `ParallelSink`
+    reads_back: bool = False  # What the target has can be read again, with `read_back`: `pgcdc verify`
     part_events: int = 0
     """So many events are in the first part of a batch; its pace decides on the next. 0: batches come as they are."""
 
@@ -214,6 +216,13 @@ class Sink(Protocol):
         that were left out, because the target has something newer for their key."""
         self.write(batch)
         return ()
+
+    def read_back(self, context: SinkContext, shape: TableShape, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        """The rows that the target has for a table, as this adapter's transforms leave it: each once, in any order, as text
+        columns of these names; null where it has none. Another process may be writing: neither it nor the target is
+        touched, and `open` was not called. It has at least everything that the ack covered at the call. Called only if it
+        `reads_back`."""
+        raise SinkError(f"adapter {context.name} cannot be read back", "See docs/verify.md for the adapters that can")
 
     def close(self) -> None:
         """Release what is held; nothing is lost if this is never called, and harmless if it is called twice."""

@@ -16,12 +16,13 @@ import contextlib
 import os
 import tempfile
 import threading
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import model_validator
 
@@ -31,10 +32,11 @@ from pgcdc.core.position import Position
 from pgcdc.core.settings import Bytes, PathText, setting
 from pgcdc.core.state import fsync_folder, write_all
 from pgcdc.event.batch import Batch
+from pgcdc.event.shape import TableShape
 from pgcdc.sink.contract import Progress, Sink, SinkContext
 from pgcdc.sink.line_files import (
     Compression,
-    KeyStore,
+    EventStore,
     Rotated,
     content_kind,
     find_rotated,
@@ -43,12 +45,14 @@ from pgcdc.sink.line_files import (
     rotated_name,
     tidy,
 )
+from pgcdc.sink.row_store import RowStore
 from pgcdc.sink.spec import SinkOptions
 
 if TYPE_CHECKING:
     from pgcdc.sink.folder import FolderSink
 
 CLOSE_TIMEOUT_S = 30.0
+READ_TRIES = 5
 
 
 class FileOptions(SinkOptions):
@@ -97,6 +101,8 @@ class FileOptions(SinkOptions):
 class DiskSink(Sink):
     """What files and folders share."""
 
+    reads_back = True
+
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()  # The file or folder
 
@@ -107,6 +113,30 @@ class DiskSink(Sink):
     def bind(self, progress: Progress) -> None:
         """Load what was written before; comes before everything that reads."""
         self._progress = progress
+
+    @property
+    def is_there(self) -> bool:
+        """Whether there is something to read."""
+        raise NotImplementedError
+
+    def read_events(self, store: EventStore) -> None:
+        """Pass every event that the ack covers to `store`, in order."""
+        raise NotImplementedError
+
+    def read_back(self, context: SinkContext, shape: TableShape, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        """What the events leave of a table. A writer may rotate files or show parts meanwhile: then it begins again."""
+        for left in reversed(range(READ_TRIES)):
+            progress = Progress(context.progress.folder, context.name)
+            self.bind(progress)
+            with RowStore(shape) as store:
+                try:
+                    if "path" in progress.detail:
+                        self.read_events(store)
+                    yield from store.rows(columns)
+                    return
+                except SinkError:
+                    if not left or Progress(progress.folder, context.name).detail == progress.detail:
+                        raise
 
     @property
     def _at(self) -> Position:
@@ -216,7 +246,7 @@ class FileSink(DiskSink):
         """Whether everything written is kept: not if `max_files` removed files."""
         return bool(self._rotated.oldest == self._rotated.first)
 
-    def read_back(self, store: KeyStore) -> None:
+    def read_events(self, store: EventStore) -> None:
         """Pass every event that the ack covers to `store`, in order."""
         with self._explain("read"):
             if not self._look():

@@ -31,7 +31,7 @@ from pgcdc.core.state import fsync_folder, write_all, write_durably
 from pgcdc.event.batch import Batch, line_buffers
 from pgcdc.sink.contract import ParallelSink, Progress, Receipt, SinkContext
 from pgcdc.sink.file import DiskSink
-from pgcdc.sink.line_files import KeyStore, content_kind, read_lines
+from pgcdc.sink.line_files import EventStore, content_kind, read_lines
 
 HIDDEN = "_pgcdc"  # Spark's readers, and many others, leave out what begins with an underscore
 OWNER = "owner"  # The file with the random name that also stands in the ack of the sink whose folder it is
@@ -213,13 +213,12 @@ class FolderSink(DiskSink, ParallelSink):
                 if _read_owner(self.path) == self._progress.owner:
                     (self._hidden / OWNER).unlink()
 
-    def read_back(self, store: KeyStore) -> None:
+    def read_events(self, store: EventStore) -> None:
         """Pass every event that the ack covers to `store`, in order."""
         with self._explain("read"):
             if not self._look():
                 return
-            _show_parts(self.path, self._shown)
-            parts = sorted(path for path in self.path.iterdir() if _PART.fullmatch(path.name))
+            parts = self._parts()
             found, known = (len(parts), sum(path.stat().st_size for path in parts)), self._progress.detail
             if found != (known["parts"], known["bytes"]):
                 raise SinkError(
@@ -229,6 +228,16 @@ class FolderSink(DiskSink, ParallelSink):
                 )
             for path in parts:
                 read_lines(path, None, store)
+
+    def _parts(self) -> list[Path]:
+        """The parts that the ack covers, in order. Nothing is renamed: a running pipeline would miss its files."""
+        last = self._name(self._at, "")[: -len("-.jsonl")]
+        names = (path.name for path in self.path.iterdir() if _PART.fullmatch(path.name))
+        found = {name: self.path / name for name in names if name.rpartition("-")[0] <= last}
+        for file, name in self._shown:
+            if name not in found and (self._hidden / file).exists():
+                found[name] = self._hidden / file
+        return [found[name] for name in sorted(found)]
 
     # --- the folder
 

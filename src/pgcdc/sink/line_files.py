@@ -11,7 +11,7 @@ import re
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple, cast
+from typing import Any, BinaryIO, Literal, NamedTuple, Protocol, cast
 
 import orjson
 import pyarrow as pa
@@ -31,7 +31,14 @@ _FFFD = "\ufffd"
 _PUTS = ("INSERT", "UPDATE", "SNAPSHOT")
 
 
-class KeyStore:
+class EventStore(Protocol):
+    """Who gets the events of a file."""
+
+    def apply(self, event: Mapping[str, Any]) -> None:
+        """Take the next event."""
+
+
+class KeyStore(EventStore):
     """The keys of some tables, in a temporary file. A context manager."""
 
     def __init__(self, path: Path, tables: Mapping[TableName, Sequence[str]]) -> None:
@@ -153,7 +160,7 @@ def open_lines(path: Path) -> Iterator[BinaryIO]:
         yield cast(BinaryIO, io.BufferedReader(stream))
 
 
-def read_lines(path: Path, size: int | None, store: KeyStore) -> int:
+def read_lines(path: Path, size: int | None, store: EventStore) -> int:
     """Pass the events in the first `size` bytes (or all) of a file of JSON lines to `store`; returns the number of bytes."""
     done, number = 0, 0
     with open_lines(path) as file:

@@ -8,7 +8,7 @@ and what a refused event would have changed is never merged into a newer row.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from itertools import chain, islice
 from pathlib import Path
@@ -16,16 +16,19 @@ from typing import Any, ClassVar, Literal
 from urllib.parse import parse_qsl, urlsplit
 
 import orjson
+import pyarrow as pa
 
 from pgcdc.core.errors import ConfigError, Reject, SinkError, SinkRejected, SinkUnavailable
 from pgcdc.core.failpoint import hit
 from pgcdc.core.position import Position
-from pgcdc.core.relation import Op
+from pgcdc.core.relation import Op, Relation
 from pgcdc.core.settings import setting
 from pgcdc.event.batch import Batch
-from pgcdc.event.changes import check_keys, keyed_changes, parts_of
+from pgcdc.event.changes import check_keys, key_columns, keyed_changes, parts_of
 from pgcdc.event.forms import Form
+from pgcdc.event.shape import TableShape
 from pgcdc.sink.contract import Sink, SinkContext, explained
+from pgcdc.sink.row_store import RowStore
 from pgcdc.sink.spec import SourceView, UrlOptions
 
 PART_EVENTS, PART_BYTES = 1000, 4 << 20
@@ -109,6 +112,7 @@ class RedisSink(Sink):
 
     def __init__(self, options: RedisOptions) -> None:
         self._options, self._is_sync, self._client = options, options.mode == "sync", None  # type: RedisOptions, bool, Any
+        self.reads_back = self._is_sync
         self._noted = set[tuple[str, str]]()  # Keys and positions of refused events that the server must still record
         self._is_warned = False
 
@@ -179,8 +183,7 @@ class RedisSink(Sink):
         changes: list[_Change] = []
         left, rejects = list[str](), list[Reject]()
         for one in keyed_changes(batch, self._options.id_column):
-            names = (one.table.name,) if one.table.namespace == "public" else (one.table.namespace, one.table.name)
-            prefix = f"{self._options.key_prefix}{_join('.', names)}:"
+            prefix = self._prefix(one.table)
             if one.op is Op.TRUNCATE:
                 left += [one.position] if how else self._clear(prefix, one.position)
                 continue
@@ -202,13 +205,35 @@ class RedisSink(Sink):
             raise SinkRejected(f"adapter {self._name}: {rejects[0].text}", advice, rejects)
         return left
 
+    def read_back(self, context: SinkContext, shape: TableShape, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        """Rows that JSON has under the table's keys. What the key says counts: a row at a wrong key is a wrong row."""
+        prefix = self._prefix(shape.relation)
+        key = key_columns(shape.relation, shape.details, self._options.id_column)
+        with self._explained(context.name), RowStore(shape, key) as store:
+            client = self._connect(context)
+            try:
+                found = client.scan_iter(_pattern(prefix), PART_EVENTS, "STRING")
+                while part := list(islice(found, PART_EVENTS)):  # SCAN may say a key twice: the store has it once
+                    for name, text in zip(part, client.mget(part), strict=True):
+                        if text is not None:  # deleted meanwhile
+                            parts = [_unescape(one) for one in name.removeprefix(prefix).split(":")]
+                            store.put(name, {**_read_row(text), **dict(zip(key, parts, strict=False))})
+            finally:
+                client.close()
+            yield from store.rows(columns)
+
+    def _prefix(self, table: Relation) -> str:
+        names = (table.name,) if table.namespace == "public" else (table.namespace, table.name)
+        return f"{self._options.key_prefix}{_join('.', names)}:"
+
     def _clear(self, prefix: str, position: str) -> list[str]:
         """Delete all keys of a table. The position stays: after a crash this is repeated. Nothing is left out."""
-        pattern = re.sub(r"([\\*?\[\]])", r"\\\1", prefix) + "*"
         with self._explained(self._name):
             noted = {*self._client.hkeys(self._keys[1]), *(key for key, _ in self._noted)}
             waiting = (key for key in noted if key.startswith(prefix))
-            keys = chain(waiting, self._client.scan_iter(pattern, PART_EVENTS, "STRING" if self._is_sync else None))
+            keys = chain(
+                waiting, self._client.scan_iter(_pattern(prefix), PART_EVENTS, "STRING" if self._is_sync else None)
+            )
             while part := list(islice(keys, PART_EVENTS)):
                 self._send([(position, key, "", (), b"") for key in part], self._at, "", [])
         return []
@@ -248,3 +273,20 @@ class RedisSink(Sink):
 def _join(separator: str, parts: Iterable[str | None]) -> str:
     """Joins texts unambiguously."""
     return separator.join(re.sub(f"[%:{separator}]", lambda one: f"%{ord(one[0]):02X}", part or "") for part in parts)
+
+
+def _unescape(part: str) -> str:
+    return re.sub("%([0-9A-F]{2})", lambda one: chr(int(one[1], 16)), part)
+
+
+def _pattern(prefix: str) -> str:
+    return re.sub(r"([\\*?\[\]])", r"\\\1", prefix) + "*"
+
+
+def _read_row(text: str) -> dict[str, str | None]:
+    """A value that is no row of ours has no columns: it differs from every row."""
+    with suppress(ValueError):
+        found = orjson.loads(text)
+        if isinstance(found, dict):
+            return {name: one if one is None or isinstance(one, str) else str(one) for name, one in found.items()}
+    return {}

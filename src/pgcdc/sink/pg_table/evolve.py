@@ -35,7 +35,7 @@ def follow(
 ) -> None:
     """Repeat a change of a source table at the target. `taken`: the names of other tables there; `is_new`: no other table
     had its name before. Raises ReloadNeeded if the rows cannot follow."""
-    if targets.options.evolve != "full" or not chain.has(change.after):
+    if targets.options.evolve != "full" or not chain.is_routed(change.after):
         return
     name = targets.name_of((change.after.namespace, change.after.name))
     if change.before is None:

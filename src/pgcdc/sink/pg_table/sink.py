@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import ClassVar
 
 import psycopg
@@ -18,6 +18,7 @@ from pgcdc.core.failpoint import hit
 from pgcdc.core.position import Position
 from pgcdc.core.state import Identity
 from pgcdc.event.batch import Batch
+from pgcdc.event.shape import TableShape
 from pgcdc.postgres.database import (
     Connection,
     lock_creation,
@@ -32,6 +33,7 @@ from pgcdc.sink.contract import Form, Sink, SinkContext
 from pgcdc.sink.pg_table.apply import Applier
 from pgcdc.sink.pg_table.fold import Rows
 from pgcdc.sink.pg_table.options import NO_ORIGIN, PgTableOptions, TableName, check_captured, database_of
+from pgcdc.sink.pg_table.reading import read_rows
 from pgcdc.sink.pg_table.target import (
     Blame,
     Positions,
@@ -81,6 +83,7 @@ class PgTableSink(Sink):
         self._options = options
         self._appender = Appender(options.table) if options.mode == "append" else None
         self.form: Form = "fields" if self._appender else "tables"
+        self.reads_back = options.mode == "apply"
         self._conn: Connection | None = None
         self._has_origin = False
         self._said: set[str] = set()
@@ -245,6 +248,11 @@ class PgTableSink(Sink):
             kind=kind,
             text=text,
         )
+
+    def read_back(self, context: SinkContext, shape: TableShape, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        self._bind(context)
+        with self._explain("read back"), self._connect() as conn:
+            yield from read_rows(conn, self._options.names((shape.relation.namespace, shape.relation.name)), columns)
 
     def close(self) -> None:
         if self._conn is not None:

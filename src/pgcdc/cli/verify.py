@@ -1,0 +1,105 @@
+"""`pgcdc verify`: are the targets equal to the source?"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pgcdc.cli.flags import CONFIG_OPTION, SettingsCommand, given_flags
+from pgcdc.cli.report import exit_on_error, print_table, say
+from pgcdc.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pgcdc.config.layers import Loaded
+    from pgcdc.run.verify.report import Report
+
+
+class VerifyCommand(SettingsCommand):
+    """All settings of the pipeline but which adapters and tables there are: own flags narrow these."""
+
+    left_out = ("adapters", "table", "once", "warm_up", "verify_every")
+
+
+def verify(
+    ctx: typer.Context,
+    config: Annotated[Path | None, CONFIG_OPTION] = None,
+    name: Annotated[list[str] | None, typer.Option("--table", help="Only this table. Repeatable.")] = None,
+    adapter: Annotated[list[str] | None, typer.Option("--adapter", help="Only this adapter. Repeatable.")] = None,
+    keys: Annotated[int, typer.Option(min=0, help="Show so many keys of each kind of difference.")] = 20,
+    rate: Annotated[float, typer.Option(min=0, help="Read at most so many rows a second; 0: no limit.")] = 0.0,
+    repair: Annotated[bool, typer.Option("--repair", help="Send rows that differ again, to that adapter.")] = False,
+    at_rest: Annotated[
+        bool, typer.Option("--at-rest", help="Nothing runs: compare with what the targets have by now.")
+    ] = False,
+    resume: Annotated[bool, typer.Option("--resume/--no-resume", help="Go on where the last one was stopped.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+) -> None:
+    """Compare every table at every target that can be read back with the source, and name the rows that differ."""
+    with exit_on_error():
+        from pgcdc.cli.report import CopyProgress
+        from pgcdc.run.chains import Chains
+        from pgcdc.run.settings import choose_specs
+        from pgcdc.run.verify.job import Verify, VerifyOptions
+        from pgcdc.sink.spec import check_adapters, keep_secrets
+
+        loaded = _load(given_flags(ctx), config, adapter or [])
+        settings = loaded.config
+        chains = Chains(choose_specs(settings, None), settings.global_transforms, is_typed=settings.table is not None)
+        check_adapters(chains.specs)
+        keep_secrets([settings.db, settings.dlq_db], chains.specs, chains.transforms)
+        options = VerifyOptions(tuple(name or ()), tuple(adapter or ()), keys, rate, repair, at_rest, resume)
+        progress = CopyProgress()
+        try:
+            report = Verify(settings, chains, options, say, progress).run()
+        finally:
+            progress.close()
+        print(json.dumps(report.to_json())) if as_json else print_report(report)
+        raise typer.Exit(report.exit_code)
+
+
+verify_app = typer.Typer(add_completion=False)
+verify_app.command("verify", cls=VerifyCommand)(verify)
+
+
+def _load(flags: dict[str, Any], file: Path | None, names: list[str]) -> Loaded:
+    """The configuration. Without adapters in a file or a variable, `--adapter` says which there are."""
+    from pgcdc.config.layers import load
+
+    loaded = load(flags, os.environ, file)
+    if ("adapters",) not in loaded.origins:
+        if not names:
+            raise ConfigError("no adapter is given", "Give --config of the pipeline, or --adapter and its flags")
+        loaded = load({**flags, "adapters": names}, os.environ, file)
+    return loaded
+
+
+def print_report(report: Report) -> None:
+    """For people."""
+    counts = ("rows", "ranges", "equal", "missing", "extra", "different", "unsettled", "dead_letters")
+    header = ["adapter", "table", "outcome", *(one.replace("_", " ") for one in counts)]
+    rows = [
+        [one.adapter, one.table, one.outcome, *(f"{getattr(one, count):,}" for count in counts)]
+        for one in report.tables
+    ]
+    print_table(header, rows)
+    for one in report.tables:
+        title = f"{one.adapter}, table {one.table}"
+        for verdict, keys in one.keys.items():
+            shown = ", ".join(json.dumps(key, ensure_ascii=False) for key in keys)
+            more = getattr(one, verdict) - len(keys)
+            typer.echo(f"{title}: {verdict}: {shown}{f' and {more:,} more' if more > 0 else ''}")
+        if one.repaired:
+            typer.echo(f"{title}: {one.repaired:,} rows repaired")
+        if one.explained:
+            typer.echo(f"{title}: of {one.explained:,} rows that differ a dead letter waits: pgcdc dlq list")
+        elif one.dead_letters and one.wrong:
+            typer.echo(f"{title}: {one.dead_letters:,} dead letters wait, likely the reason: pgcdc dlq list")
+        for text in (*one.notes, *([f"not compared: {one.reason}"] if one.reason else ())):
+            typer.echo(f"{title}: {text}")
+    for text in report.left_out:
+        typer.echo(text)
+    typer.echo(f"{report.verdict} at {report.position or 'no position'}")

@@ -1,0 +1,5 @@
+import sys
+
+from pgcdc.run.verify.beside import run_child
+
+sys.exit(run_child())

@@ -1,0 +1,86 @@
+"""`verify: {every: 6h}`: a comparison now and then beside a running pipeline, in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from pgcdc.core.state import StateDir, open_log
+from pgcdc.run.chains import Chains
+from pgcdc.run.progress import Every
+from pgcdc.run.settings import PipelineSettings
+from pgcdc.run.verify.report import describe_last
+
+_END_S = 5.0
+
+
+class VerifyBeside:
+    """Called in the pipeline's loop; never waits."""
+
+    def __init__(self, config: PipelineSettings, state: StateDir, say: Callable[[str], None]) -> None:
+        self._every_s = config.verify_every or config.verify.every
+        self._config, self._state, self._say = config.part(PipelineSettings), state, say
+        self._is_due = Every(self._every_s, self._every_s)
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def follow(self, chains: Chains) -> None:
+        """Start one when it is time, and say what the last one found."""
+        if not self._every_s:
+            return
+        if self._child is None:
+            if self._is_due():
+                self._start(chains)
+        elif self._child.poll() is not None:
+            self._tell(self._child.returncode)
+            self._child = None
+
+    def _start(self, chains: Chains) -> None:
+        try:
+            job = pickle.dumps((self._config, chains))
+        except Exception as error:  # of somebody's own function: anything
+            self._say(f"verify cannot run beside this pipeline: {error}")
+            self._every_s = 0.0
+            return
+        with open_log(self._state.path / "verify.log") as log:
+            self._child = subprocess.Popen(
+                ["nice", sys.executable, "-m", "pgcdc.run.verify"], stdin=subprocess.PIPE, stdout=log, stderr=log
+            )
+        assert self._child.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._child.stdin.write(job)  # not in its arguments: there are passwords in it
+            self._child.stdin.close()
+
+    def _tell(self, code: int) -> None:
+        if code == 1:
+            self._say(f"verify: {describe_last(self._state)}. See pgcdc verify")
+        elif code not in (0, 3):
+            self._say(f"verify failed: see {self._state.path / 'verify.log'}")
+
+    def close(self) -> None:
+        if self._child is not None and self._child.poll() is None:
+            self._child.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._child.wait(_END_S)
+
+
+def run_child() -> int:
+    """The other process: its job comes on standard input."""
+    from pgcdc.core.errors import PgcdcError
+    from pgcdc.run.verify.job import Verify
+    from pgcdc.sink.spec import keep_secrets
+
+    job: tuple[Any, Chains] = pickle.load(sys.stdin.buffer)
+    config, chains = job
+    keep_secrets([config.db, config.dlq_db], chains.specs, chains.transforms)
+    try:
+        report = Verify(config, chains).run()
+    except PgcdcError as error:
+        print(error, flush=True)
+        return error.exit_code
+    print(json.dumps(report.to_json()), flush=True)
+    return report.exit_code

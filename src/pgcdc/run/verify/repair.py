@@ -1,0 +1,54 @@
+"""`pgcdc verify --repair`: the running capture reads the keys that differ again, and sends each row, or its deletion,
+through the transforms to that adapter alone. Then they are looked at once more."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from pgcdc.core.errors import StateError
+from pgcdc.core.state import Lock, StateDir
+from pgcdc.run.control import ask_snapshots, list_snapshots
+from pgcdc.run.verify.comparing import Comparison
+from pgcdc.run.verify.report import Notebook
+from pgcdc.source.postgres.snapshot.requests import new_id
+
+POLL_S = 0.5
+ENDED = ("done", "failed", "stopped")
+
+
+def repair(state: StateDir, comparisons: Sequence[Comparison], notebook: Notebook, say: Callable[[str], None]) -> None:
+    """Ask for everything that differs, wait for it, and compare it again."""
+    asked: dict[str, Comparison] = {}
+    for one in comparisons:
+        result = one.result
+        if not result.wrong:
+            continue
+        if not one.has_key:
+            result.notes.append(
+                f"without a key it is repaired as a whole: pgcdc resync --table {result.table} --adapter {result.adapter}"
+            )
+            continue
+        name = f"repair-{new_id()}"
+        path = state.snapshot_keys / f"{name}.jsonl"
+        notebook.copy_keys(one.name, path)
+        request = {"id": name, "table": result.table, "kind": "repair", "keys_file": str(path)}
+        ask_snapshots(state, {"action": "add", **request, "adapters": [result.adapter]})
+        say(f"table {result.table}: {result.wrong:,} rows are sent again to adapter {result.adapter}")
+        asked[name] = one
+    for name, error in _wait(state, list(asked)).items():
+        if error:
+            asked[name].result.notes.append(f"not repaired: {error}")
+        asked[name].look_again()
+
+
+def _wait(state: StateDir, names: Sequence[str]) -> dict[str, str]:
+    """Until these requests have ended: the error of each, or an empty text."""
+    while True:
+        known = {one["id"]: one for one in list_snapshots(state)}
+        ended = {name: known[name] for name in names if name in known and known[name]["status"] in ENDED}
+        if len(ended) == len(names):
+            return {name: one.get("error") or "" for name, one in ended.items()}
+        if Lock.holder(state.run_lock) is None:
+            raise StateError("the pipeline ended before everything was repaired", "Start it: it goes on with that")
+        time.sleep(POLL_S)

@@ -1,0 +1,487 @@
+"""`pgcdc verify` between two real servers' databases: what is equal, and each kind of difference that somebody plants."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from applying import two_databases
+from targets.redis import RedisServer
+from verifying import adapter, mirrored
+
+from pgcdc.core.errors import ConfigError, GapError, PgcdcError, StateError
+from pgcdc.core.position import Position
+from pgcdc.core.state import Lock, StateDir
+from pgcdc.playground.postgres import EmbeddedPostgres, find_binaries
+from pgcdc.run.verify import comparing, job, repair
+from pgcdc.run.verify.job import Verify, VerifyOptions
+from pgcdc.run.verify.sides import SqlSide
+
+ITEMS = "CREATE TABLE items (id int PRIMARY KEY, name text, price numeric, at timestamptz)"
+ROWS = "INSERT INTO items SELECT n, 'item ' || n, n / 4.0, now() FROM generate_series(1, 1000) n"
+
+
+def test_equal_tables_are_equal(postgres: EmbeddedPostgres, tmp_path: Path) -> None:
+    with mirrored(postgres, tmp_path, ITEMS, ROWS) as (flow, _):
+        report = flow.verify()
+        (one,) = report.tables
+        assert (report.exit_code, report.verdict, one.outcome, one.method) == (0, "equal", "equal", "ranges")
+        assert (one.rows, one.equal, one.ranges) == (1000, 1000, 1)
+        assert not (flow.state.path / "verify.json").exists()
+
+
+def test_missing_extra_and_different_rows_are_found_with_their_keys(postgres: EmbeddedPostgres, tmp_path: Path) -> None:
+    with mirrored(postgres, tmp_path, ITEMS, ROWS) as (flow, mirror):
+        flow.deliver("DELETE FROM items WHERE id = 500")
+        mirror.execute("DELETE FROM items WHERE id IN (3, 999)")
+        mirror.execute("UPDATE items SET price = price + 1 WHERE id = 7")
+        mirror.execute("UPDATE items SET name = NULL WHERE id = 8")
+        mirror.execute("INSERT INTO items (id, name) VALUES (500, 'a lost delete'), (-1, 'of somebody')")
+        report = flow.verify()
+        (one,) = report.tables
+        assert report.exit_code == 1
+        assert (one.missing, one.extra, one.different, one.unsettled, one.equal) == (2, 2, 2, 0, 995)
+        assert {name: sorted(keys) for name, keys in one.keys.items()} == {
+            "missing": [["3"], ["999"]],
+            "extra": [["-1"], ["500"]],
+            "different": [["7"], ["8"]],
+        }
+        assert flow.check(keys=1)["mirror/items"].keys["missing"] == [["3"]]
+
+
+TYPES = """CREATE TABLE "Odd ""Types" ("Id" uuid DEFAULT gen_random_uuid(), n int, b bool, c char(5), num numeric, f float8,
+r real, at timestamptz, d date, iv interval, raw bytea, arr text[], js jsonb, "per%cent" text, PRIMARY KEY ("Id", n))"""
+VALUES = """INSERT INTO "Odd ""Types" (n, b, c, num, f, r, at, d, iv, raw, arr, js, "per%cent") SELECT n, n % 2 = 0, 'c',
+(n || '.00')::numeric, n / 3.0, n / 7.0, 'epoch'::timestamptz + n * interval '1 hour', 'epoch'::date + n,
+n * interval '1 min',
+decode('00ff' || lpad(n::text, 4, '0'), 'hex'), ARRAY['a"b', NULL, '', 'ä,{}'], jsonb_build_object('n', n),
+CASE n % 3 WHEN 0 THEN NULL WHEN 1 THEN '' ELSE E'quo''te "\\\\\\t\\n,()' END FROM generate_series(1, 200) n"""
+
+
+def test_values_of_all_kinds_are_equal_and_their_differences_found(postgres: EmbeddedPostgres, tmp_path: Path) -> None:
+    with mirrored(postgres, tmp_path, TYPES, VALUES) as (flow, mirror):
+        one = flow.check()['mirror/"Odd ""Types"']
+        assert (one.outcome, one.rows, one.method) == ("equal", 200, "ranges")
+        changes = [
+            "num = round(num, 1)", "b = NOT b", "c = 'd'", "f = f + 1e-12", "r = r + 1e-3", "at = at + interval '1us'",
+            "iv = iv + interval '1s'", "raw = raw || '\\x00'", "arr = arr || NULL::text", "js = '{}'",
+            "\"per%cent\" = NULL", "d = d + 1",
+        ]  # fmt: skip
+        for number, change in enumerate(changes, 1):
+            mirror.execute(f'UPDATE "Odd ""Types" SET {change} WHERE n = {number * 3 + 1}'.encode())
+        one = flow.check()['mirror/"Odd ""Types"']
+        assert (one.different, one.missing, one.extra) == (len(changes), 0, 0)
+        found = sorted(int(key[1]) for key in one.keys["different"])
+        assert found == [number * 3 + 1 for number in range(1, len(changes) + 1)]
+
+
+WORDS = """INSERT INTO words SELECT chr(97 + n % 26) || upper(chr(97 + n % 7)) || n, 'é-' || n % 3, n
+FROM generate_series(1, 3000) n"""
+
+
+@pytest.fixture(scope="module")
+def older() -> Iterator[EmbeddedPostgres]:
+    """PostgreSQL 15, with the collations of ICU."""
+    try:
+        find_binaries(15)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    with EmbeddedPostgres.temporary(version=15, settings={"fsync": "off"}) as server:
+        yield server
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "method"),
+    [
+        ('text COLLATE "C"', 'text COLLATE "POSIX"', "ranges"),
+        ('text COLLATE "en-x-icu"', 'text COLLATE "C"', "buckets"),
+        ("text", "varchar(40)", "buckets"),
+        ('char(9) COLLATE "C"', 'char(9) COLLATE "C"', "ranges"),
+    ],
+)
+def test_text_keys_whose_order_may_differ_are_compared_by_buckets(
+    postgres: EmbeddedPostgres, older: EmbeddedPostgres, tmp_path: Path, here: str, there: str, method: str
+) -> None:
+    create = 'CREATE TABLE words (w {}, lang text COLLATE "C", n int, PRIMARY KEY (w, lang))'
+    with mirrored(postgres, tmp_path, source=older) as (flow, mirror):
+        mirror.execute(create.format(there).encode())
+        flow.deliver(create.format(here), WORDS)
+        one = flow.check()["mirror/words"]
+        assert (one.outcome, one.rows, one.method) == ("equal", 3000, method)
+        mirror.execute("DELETE FROM words WHERE n = 17")
+        mirror.execute("UPDATE words SET n = 0 WHERE n IN (18, 19)")
+        mirror.execute("INSERT INTO words VALUES ('100%', 'x', 1)")
+        one = flow.check()["mirror/words"]
+        assert (one.missing, one.different, one.extra) == (1, 2, 1)
+        assert [key[0].rstrip() for key in one.keys["extra"]] == ["100%"]
+
+
+def test_servers_that_hash_differently_use_md5(
+    postgres: EmbeddedPostgres, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job, "must_use_md5", lambda *servers: True)
+    with mirrored(postgres, tmp_path, ITEMS, ROWS) as (flow, mirror):
+        assert flow.check()["mirror/items"].outcome == "equal"
+        mirror.execute("UPDATE items SET name = 'ä' WHERE id = 5")
+        assert flow.check()["mirror/items"].keys == {"different": [["5"]]}
+
+
+def test_many_ranges_and_a_difference_in_each_place(
+    postgres: EmbeddedPostgres, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(comparing, "RANGE_ROWS", 100)
+    monkeypatch.setattr(comparing, "GROUP_RANGES", 3)
+    with mirrored(postgres, tmp_path, ITEMS, ROWS) as (flow, mirror):
+        assert (flow.check()["mirror/items"].ranges, flow.check()["mirror/items"].rows) == (11, 1000)
+        mirror.execute("DELETE FROM items WHERE id IN (1, 100, 101, 1000)")
+        mirror.execute("INSERT INTO items (id) VALUES (0), (1001)")
+        one = flow.check()["mirror/items"]
+        assert sorted(one.keys["missing"]) == [["1"], ["100"], ["1000"], ["101"]]
+        assert sorted(one.keys["extra"]) == [["0"], ["1001"]]
+
+
+def test_tables_without_a_key_are_compared_as_counted_rows(postgres: EmbeddedPostgres, tmp_path: Path) -> None:
+    create = ("CREATE TABLE log (a int, b text)", "ALTER TABLE log REPLICA IDENTITY FULL")
+    rows = "INSERT INTO log SELECT n % 5, NULL FROM generate_series(1, 50) n"
+    with mirrored(postgres, tmp_path, *create, rows) as (flow, mirror):
+        one = flow.check()["mirror/log"]
+        assert (one.outcome, one.rows) == ("equal", 50)
+        assert one.notes == ["the table has no key: its rows are counted, not compared one by one"]
+        mirror.execute("DELETE FROM log WHERE ctid = (SELECT min(ctid) FROM log WHERE a = 3)")
+        mirror.execute("INSERT INTO log VALUES (9, 'x')")
+        one = flow.check()["mirror/log"]
+        assert (one.different, one.extra, one.outcome) == (1, 1, "different")
+
+
+def test_transforms_routes_and_names_of_a_pipeline_hold(postgres: EmbeddedPostgres, tmp_path: Path) -> None:
+    create = "CREATE TABLE people (id int PRIMARY KEY, email text, secret text, plan text, total numeric(9,2))"
+    rows = "INSERT INTO people SELECT n, 'p' || n || '@x', 's', NULLIF(n % 3, 0), n FROM generate_series(1, 300) n"
+    transforms = [
+        {"type": "drop_columns", "columns": ["secret"]},
+        {"type": "rename_fields", "fields": {"id": "person", "plan": "tariff"}},
+        {"type": "mask", "columns": ["email"], "mode": "redact"},
+    ]
+    file = adapter("file", path=str(tmp_path / "events.jsonl"), routes=["people"])
+    options: dict[str, Any] = {"transforms": transforms, "specs": [file], "tables": "public.people=crm.persons"}
+    with mirrored(postgres, tmp_path, create, ITEMS, rows, ROWS, **options) as (flow, mirror):
+        found = flow.check()
+        assert {name: (one.outcome, one.rows, one.method) for name, one in found.items()} == {
+            "mirror/items": ("equal", 1000, "ranges"),
+            "mirror/people": ("equal", 300, "reading"),
+            "file/people": ("equal", 300, "reading"),
+        }
+        mirror.execute("UPDATE crm.persons SET email = 'in clear' WHERE person = 5")
+        mirror.execute("UPDATE crm.persons SET tariff = '' WHERE person = 6")
+        mirror.execute("DELETE FROM crm.persons WHERE person = 7")
+        one = flow.check(adapters=("mirror",), tables=("people",))["mirror/people"]
+        assert (sorted(one.keys["different"]), one.keys["missing"]) == ([["5"], ["6"]], [["7"]])
+
+
+def test_a_masked_or_dropped_key_means_counted_rows(
+    postgres: EmbeddedPostgres, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASK", "correct-horse-battery")
+    file = adapter(
+        "file",
+        path=str(tmp_path / "e.jsonl"),
+        transforms=[{"type": "mask", "columns": ["id"], "mode": "hash", "key_env": "MASK"}],
+    )
+    with mirrored(postgres, tmp_path, ITEMS, ROWS, specs=[file]) as (flow, _):
+        one = flow.check(adapters=("file",))["file/items"]
+        assert (one.outcome, one.rows) == ("equal", 1000)
+        assert one.notes == [
+            "the table has a key that transforms drop or mask: its rows are counted, not compared one by one"
+        ]
+
+
+def test_more_and_fewer_columns_and_a_missing_table_are_said(postgres: EmbeddedPostgres, tmp_path: Path) -> None:
+    with mirrored(postgres, tmp_path, ITEMS, ROWS) as (flow, mirror):
+        mirror.execute("ALTER TABLE items ADD COLUMN ours int, DROP COLUMN at")
+        one = flow.check()["mirror/items"]
+        assert one.different == 1000 and one.notes == [
+            "table items at the target has no column at: NULL is compared there",
+            "table items at the target also has ours: not compared",
+        ]
+        mirror.execute("DROP TABLE items")
+        one = flow.check()["mirror/items"]
+        assert (one.missing, one.notes) == (1000, ["table items at the target does not exist"])
+
+
+def test_a_table_or_column_that_comes_with_the_next_rows_is_no_difference(
+    postgres: EmbeddedPostgres, tmp_path: Path
+) -> None:
+    with mirrored(postgres, tmp_path) as (flow, _):
+        flow.run(ITEMS, ROWS)
+        assert (flow.check()["mirror/items"].outcome, flow.check()["mirror/items"].notes) == ("equal", [])
+        flow.run("ALTER TABLE items ADD COLUMN more int", "UPDATE items SET more = 1 WHERE id < 5")
+        assert (flow.check()["mirror/items"].outcome, flow.check()["mirror/items"].notes) == ("equal", [])
+
+
+def test_dead_letters_are_named_as_the_reason(postgres: EmbeddedPostgres, tmp_path: Path) -> None:
+    with mirrored(postgres, tmp_path, ITEMS, ROWS) as (flow, mirror):
+        mirror.execute("ALTER TABLE items ADD CHECK (price < 1000)")
+        flow.deliver("UPDATE items SET price = 5000 WHERE id IN (1, 2)")
+        mirror.execute("DELETE FROM items WHERE id = 3")
+        one = flow.check()["mirror/items"]
+        assert (one.different, one.missing, one.dead_letters, one.explained) == (2, 1, 2, 2)
+
+
+def test_what_cannot_be_compared_is_said_and_counted(postgres: EmbeddedPostgres, tmp_path: Path) -> None:
+    sql = {"type": "sql", "set": {"name": "upper(row['name'])"}}
+    some = {"type": "filter", "operations": ["INSERT"]}
+    specs = [
+        adapter("file", "inserts", path=str(tmp_path / "i.jsonl"), transforms=[some]),
+        adapter("file", "boxed", path=str(tmp_path / "b.jsonl"), transforms=[{"type": "cloudevents"}]),
+        adapter("noop"),
+    ]
+    with mirrored(postgres, tmp_path, ITEMS, ROWS, specs=specs) as (flow, _):
+        report = flow.verify()
+        reasons = {one.adapter: one.reason for one in report.tables}
+        assert report.exit_code == 3 and report.left_out == ["adapter noop (type noop) cannot be read back"]
+        assert reasons["mirror"] == ""
+        assert "a filter leaves out operations" in reasons["inserts"] and "another form" in reasons["boxed"]
+        flow.chains = flow.chains.having([replace(flow.chains.specs[0], transforms=(sql,))])
+        assert "only Spark can run it" in flow.verify().tables[0].reason
+
+
+def test_partitions_as_one_table_row_filters_and_column_lists_of_a_publication_hold(
+    postgres: EmbeddedPostgres, tmp_path: Path
+) -> None:
+    publication = (
+        "CREATE PUBLICATION p FOR TABLE items (id, name) WHERE (id > 500), parts WITH (publish_via_partition_root)"
+    )
+    parts = "CREATE TABLE parts (id int PRIMARY KEY, n int) PARTITION BY RANGE (id)"
+    made = [f"CREATE TABLE parts_{n} PARTITION OF parts FOR VALUES FROM ({n}0) TO ({n + 1}0)" for n in range(9)]
+    rows = "INSERT INTO parts SELECT n, n FROM generate_series(0, 89) n"
+    with mirrored(postgres, tmp_path, "DROP PUBLICATION p", ITEMS, parts, *made, publication, ROWS, rows) as (
+        flow,
+        mirror,
+    ):
+        found = flow.check()
+        assert {name: (one.outcome, one.rows) for name, one in found.items()} == {
+            "mirror/items": ("equal", 500),
+            "mirror/parts": ("equal", 90),
+        }
+        mirror.execute("UPDATE items SET name = '' WHERE id = 501")
+        mirror.execute("DELETE FROM parts WHERE id = 55")
+        mirror.execute("INSERT INTO items (id) VALUES (500)")
+        found = flow.check()
+        assert found["mirror/items"].keys == {"different": [["501"]], "extra": [["500"]]}
+        assert found["mirror/parts"].keys == {"missing": [["55"]]}
+
+
+# --- bad input
+
+
+def test_wrong_names_and_targets_are_refused(postgres: EmbeddedPostgres, tmp_path: Path) -> None:
+    with mirrored(postgres, tmp_path, ITEMS, specs=[adapter("noop")]) as (flow, _):
+        for options, text in (
+            ({"tables": ("nothing",)}, "table nothing is not captured"),
+            ({"adapters": ("mirrow",)}, "there is no adapter mirrow"),
+            ({"adapters": ("noop",)}, "cannot be read back.*pg_table in mode apply, file, redis in mode sync"),
+        ):
+            with pytest.raises(PgcdcError, match=text):
+                flow.verify(**options)
+        with two_databases(postgres) as (other, _), pytest.raises(GapError, match="belongs to"):
+            Verify(flow.config.but(db=other), flow.chains, VerifyOptions()).run()
+        moved = [replace(flow.chains.specs[0], options=flow.chains.specs[0].options.but(target_schema="elsewhere"))]
+        with pytest.raises(StateError, match="another target"):
+            Verify(flow.config, flow.chains.having(moved), VerifyOptions()).run()
+        with pytest.raises(StateError, match="is not a state directory"):
+            Verify(flow.config.but(state_dir=tmp_path / "none"), flow.chains).run()
+
+
+def test_without_a_pipeline_it_compares_only_if_told_to(postgres: EmbeddedPostgres, tmp_path: Path) -> None:
+    with mirrored(postgres, tmp_path, ITEMS, ROWS) as (flow, _):
+        flow.run("DELETE FROM items WHERE id = 1")
+        flow.lock.release()
+        for options, text in (({}, "does not run.*--at-rest"), ({"repair": True, "at_rest": True}, "only a running")):
+            with pytest.raises(StateError, match=text):
+                flow.verify(**options)
+        report = flow.verify(at_rest=True)
+        assert (report.tables[0].keys, report.position) == ({"extra": [["1"]]}, str(flow.runners[0].ack))
+
+
+def test_two_at_once_are_refused(postgres: EmbeddedPostgres, tmp_path: Path) -> None:
+    with mirrored(postgres, tmp_path, ITEMS) as (flow, _):
+        lock = Lock(flow.state.path / "verify.lock")
+        assert lock.acquire() is not None
+        lock.write({"pid": 4711})
+        with pytest.raises(StateError, match=r"another verify .* runs \(process 4711\)"):
+            flow.verify()
+        lock.release()
+        assert flow.verify().exit_code == 0
+
+
+def test_an_interrupted_comparison_goes_on_where_it_was(
+    postgres: EmbeddedPostgres, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(comparing, "RANGE_ROWS", 100)
+    monkeypatch.setattr(comparing, "GROUP_RANGES", 2)
+    with mirrored(postgres, tmp_path, ITEMS, ROWS) as (flow, mirror):
+        mirror.execute("DELETE FROM items WHERE id IN (50, 950)")
+        seen, wait = list[str](), flow.wait
+
+        def interrupted(*given: Any) -> Position:
+            if flow.barriers == 5:
+                raise KeyboardInterrupt
+            return wait(*given)
+
+        monkeypatch.setattr(flow, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            flow.verify()
+        monkeypatch.setattr(flow, "wait", wait)
+        monkeypatch.setattr(SqlSide, "range_sum", _noting(seen, SqlSide.range_sum))
+        one = flow.check()["mirror/items"]
+        assert (one.rows, one.ranges, sorted(one.keys["missing"])) == (1000, 11, [["50"], ["950"]])
+        assert 0 < len(seen) < 20
+        seen.clear()
+        assert flow.check(resume=False)["mirror/items"].missing == 2 and len(seen) == 22
+
+
+def _noting(seen: list[str], call: Any) -> Any:
+    def noted(side: SqlSide, part: Any) -> Any:
+        seen.append(str(part))
+        return call(side, part)
+
+    return noted
+
+
+def test_the_source_is_not_read_faster_than_allowed(postgres: EmbeddedPostgres, tmp_path: Path) -> None:
+    with mirrored(postgres, tmp_path, ITEMS, ROWS) as (flow, _):
+        begun = time.monotonic()
+        assert flow.verify(rate=2000.0).exit_code == 0
+        assert 0.4 < time.monotonic() - begun < 5
+
+
+# --- beside traffic
+
+
+@pytest.mark.parametrize("kind", ["pg_table", "file"])
+def test_no_false_alarm_beside_200_commits_a_second(
+    postgres: EmbeddedPostgres, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(comparing, "RANGE_ROWS", 200)
+    file = adapter("file", path=str(tmp_path / "events.jsonl"))
+    keyless = ("CREATE TABLE log (a int)", "ALTER TABLE log REPLICA IDENTITY FULL")
+    with mirrored(postgres, tmp_path, ITEMS, ROWS, *keyless, specs=[file]) as (flow, mirror):
+        mirror.execute("DELETE FROM items WHERE id = 990")
+        with traffic(flow.url) as commits:
+            while commits[0] < 600:
+                report = flow.verify(adapters=("mirror" if kind == "pg_table" else "file",))
+                wrong = {one.table: one.keys for one in report.tables if one.wrong}
+                assert wrong == ({"items": {"missing": [["990"]]}} if kind == "pg_table" else {})
+                assert sum(one.unsettled for one in report.tables) == 0
+        assert flow.check()["file/items"].outcome == "equal"
+
+
+@contextmanager
+def traffic(url: str) -> Iterator[list[int]]:
+    """Every kind of change, of keys that come back and keys that do not, about 200 commits a second."""
+    commits, ended = [0], threading.Event()
+
+    def write() -> None:
+        chance = random.Random(1)
+        with psycopg.connect(url, autocommit=True) as conn:
+            while not ended.is_set():
+                key = chance.randint(1, 980)
+                conn.execute("UPDATE items SET price = price + 1, at = now() WHERE id = %s", (key,))
+                conn.execute("DELETE FROM items WHERE id = %s", (key + 1,))
+                conn.execute("INSERT INTO items VALUES (%s, 'again') ON CONFLICT DO NOTHING", (key + 1,))
+                conn.execute("INSERT INTO log VALUES (%s)", (key,))
+                conn.execute("DELETE FROM log WHERE a < %s", (key // 2,))
+                commits[0] += 5
+                ended.wait(0.02)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        yield commits
+    finally:
+        ended.set()
+        thread.join()
+
+
+# --- files, folders, Redis
+
+
+@pytest.mark.parametrize("path", ["events.jsonl", "parts/"])
+def test_differences_in_files_and_folders_are_found(postgres: EmbeddedPostgres, tmp_path: Path, path: str) -> None:
+    (tmp_path / "parts").mkdir()
+    with mirrored(postgres, tmp_path, specs=[adapter("file", path=str(tmp_path) + "/" + path)]) as (flow, _):
+        flow.deliver(ITEMS, ROWS, "UPDATE items SET name = 'x' WHERE id < 10", "DELETE FROM items WHERE id > 990")
+        assert flow.check()["file/items"].outcome == "equal"
+        written = next(iter([tmp_path / path] if path == "events.jsonl" else (tmp_path / path).glob("*.jsonl")))
+        text = written.read_text()
+        written.write_text(text.replace('"name":"item 77"', '"name":"item 76"').replace('"id":"88"', '"id":"89"', 1))
+        one = flow.check(adapters=("file",))["file/items"]
+        assert (one.keys["different"], one.keys["missing"]) == ([["77"]], [["88"]])
+        written.write_text(text[:-1])
+        one = flow.check(adapters=("file",))["file/items"]
+        assert one.outcome == "not compared" and "bytes" in one.reason
+
+
+def test_differences_in_redis_are_found(postgres: EmbeddedPostgres, tmp_path: Path) -> None:
+    (tmp_path / "server").mkdir()
+    server = RedisServer(tmp_path / "server")
+    try:
+        redis = adapter("redis", url=server.url, mode="sync", key_prefix="a:")
+        with mirrored(postgres, tmp_path, ITEMS, ROWS, specs=[redis]) as (flow, _):
+            assert flow.check()["redis/items"].outcome == "equal"
+            client = server.client
+            client.delete("a:items:5")
+            client.set("a:items:6", client.get("a:items:7"))
+            client.set("a:items:8", "no row")
+            client.set("a:items:what", client.get("a:items:9"))
+            one = flow.check(adapters=("redis",))["redis/items"]
+            assert one.keys == {"missing": [["5"]], "different": [["6"], ["8"]], "extra": [["what"]]}
+    finally:
+        server.kill()
+
+
+# --- repair
+
+
+def test_repair_asks_the_capture_for_the_keys_that_differ_and_looks_again(
+    postgres: EmbeddedPostgres, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keyless = ("CREATE TABLE log (a int)", "ALTER TABLE log REPLICA IDENTITY FULL", "INSERT INTO log VALUES (1)")
+    pairs = 'CREATE TABLE "Pair" (b text, a int, n int, PRIMARY KEY (a, b))'
+    rows = """INSERT INTO "Pair" SELECT 'b"' || n, n, n FROM generate_series(1, 9) n"""
+    with mirrored(postgres, tmp_path, ITEMS, ROWS, *keyless, pairs, rows) as (flow, mirror):
+        mirror.execute("DELETE FROM items WHERE id IN (1, 2, 3)")
+        mirror.execute("INSERT INTO items (id) VALUES (-1)")
+        mirror.execute("TRUNCATE log")
+        mirror.execute('UPDATE "Pair" SET n = 0 WHERE a = 4')
+        asked = list[dict[str, Any]]()
+
+        def add(state: StateDir, request: dict[str, Any]) -> None:
+            asked.append(request)
+            if request["table"] == "items":  # all but one
+                mirror.execute("DELETE FROM items WHERE id = -1")
+                flow.deliver("UPDATE items SET price = 0 WHERE id IN (1, 2)")  # which brings a missing row
+
+        def listed(state: StateDir) -> list[dict[str, Any]]:
+            return [{"id": one["id"], "status": "done", "error": ""} for one in asked]
+
+        monkeypatch.setattr(repair, "ask_snapshots", add)
+        monkeypatch.setattr(repair, "list_snapshots", listed)
+        found = flow.check(repair=True)
+        items = found["mirror/items"]
+        assert (items.repaired, items.keys, items.wrong) == (3, {"missing": [["3"]]}, 1)
+        assert found["mirror/log"].notes[-1].endswith("pgcdc resync --table log --adapter mirror")
+        assert found['mirror/"Pair"'].different == 1
+        files = {one["table"]: Path(one.pop("keys_file")) for one in asked}
+        assert [(one["action"], one["kind"], one["adapters"]) for one in asked] == [("add", "repair", ["mirror"])] * 2
+        assert all(path.parent == flow.state.snapshot_keys for path in files.values())
+        keys = {name: sorted(map(json.loads, path.read_text().splitlines())) for name, path in files.items()}
+        assert keys == {"items": [["-1"], ["1"], ["2"], ["3"]], '"Pair"': [["4", 'b"4']]}  # in the order of the key
