@@ -227,6 +227,39 @@ def test_rows_that_tell_it_first_leave_nothing_for_the_mark(captured: Captured) 
     assert not captured.history[-1].position.is_snapshot
 
 
+def test_a_mark_is_nothing_to_the_toast_cache(database: Database, tmp_path: Path) -> None:
+    captured = Captured(database, tmp_path, toast="cache")
+    try:
+        captured.execute("CREATE TABLE t (id int PRIMARY KEY, v int, long text)")
+        captured.execute("ALTER TABLE t ALTER long SET STORAGE EXTERNAL")
+        captured.start()
+        captured.execute("INSERT INTO t VALUES (1, 1, repeat('x', 9000))")
+        captured.events()
+        captured.execute("ALTER TABLE t RENAME v TO w")
+        noticed(captured, 2)
+        for statement in ("SET w = 2", "SET w = 3, long = repeat('y', 9000)", "SET w = 4"):
+            captured.execute(f"UPDATE t {statement}")
+            last = captured.events()[-1]["payload"]["row"]
+        assert last == {"id": "1", "w": "4", "long": "y" * 9000}
+    finally:
+        captured.end()
+
+
+def test_initial_rows_come_before_the_first_look(database: Database, tmp_path: Path) -> None:
+    captured = Captured(database, tmp_path, snapshot_mode="initial")
+    try:
+        captured.execute(*TREE)
+        captured.execute("INSERT INTO t VALUES (1), (11)")
+        captured.start()
+        wait_until(lambda: len(captured.events(schema_events="false")) == 4, 20, "the rows are there")
+        captured.execute("TRUNCATE t1")
+        _, change = noticed(captured, 2)
+        assert kinds(change) == ["partitions_changed"]
+        assert {one["channel"] for one in captured.events(schema_events="false")} == {"pgcdc:t", "pgcdc:_snapshot"}
+    finally:
+        captured.end()
+
+
 def test_a_locked_table_is_looked_at_later_and_the_stream_goes_on(captured: Captured) -> None:
     captured.execute("CREATE TABLE t (id int PRIMARY KEY, a text)", "CREATE TABLE other (id int PRIMARY KEY)")
     captured.start()
