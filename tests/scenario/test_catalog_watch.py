@@ -260,6 +260,21 @@ def test_initial_rows_come_before_the_first_look(database: Database, tmp_path: P
         captured.end()
 
 
+def test_a_rename_with_more_in_the_same_script_is_a_rename(captured: Captured) -> None:
+    captured.execute("CREATE TABLE t (id int PRIMARY KEY, a text)")
+    captured.start()
+    captured.execute("INSERT INTO t VALUES (1, '1')")
+    captured.events()
+    captured.execute(
+        "ALTER TABLE t RENAME a TO b", "UPDATE t SET b = '2'", "ALTER TABLE t ALTER b TYPE int USING b::int"
+    )
+    _, renamed, retyped = noticed(captured, 3)
+    assert diff_shapes(renamed) == [{"type": "column_renamed", "from": "a", "to": "b"}]
+    assert diff_shapes(retyped) == [
+        {"type": "column_type_changed", "column": "b", "old_type": "text", "new_type": "integer"}
+    ]
+
+
 def test_a_locked_table_is_looked_at_later_and_the_stream_goes_on(captured: Captured) -> None:
     captured.execute("CREATE TABLE t (id int PRIMARY KEY, a text)", "CREATE TABLE other (id int PRIMARY KEY)")
     captured.start()
