@@ -24,16 +24,17 @@ from pgcdc.spark.source import ChangeReader
 class Captured:
     """A database whose changes are captured, and what a query would get of them."""
 
-    def __init__(self, database: Database, folder: Path) -> None:
+    def __init__(self, database: Database, folder: Path, **more: Any) -> None:
         self.database = database
         self.state = StateDir(folder / "state")
         self.slot = f"s_{database.name}"
+        self._more = more
         self._client: ControlClient | None = None
         self._start: Position | None = None
 
     def prepare(self) -> None:
         source = Wanted(
-            db=self.database.url, slot_name=f"s_{self.database.name}", state_dir=str(self.state.path), all_tables=True
+            db=self.database.url, slot_name=self.slot, state_dir=str(self.state.path), all_tables=True, **self._more
         )
         self.spec = prepare(source).spec
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -225,20 +226,72 @@ def test_rows_that_tell_it_first_leave_nothing_for_the_mark(captured: Captured) 
     captured.execute("CREATE TABLE other (id int PRIMARY KEY)")
     assert [one for one in told(captured.events()) if isinstance(one, list)] == [["column_renamed"]]
     assert not captured.history[-1].position.is_snapshot
+    assert not (captured.state.snapshot / "releases.jsonl").exists(), "no mark was made"
+
+
+def test_a_mark_is_nothing_to_the_toast_cache(database: Database, tmp_path: Path) -> None:
+    captured = Captured(database, tmp_path, toast="cache")
+    try:
+        captured.execute("CREATE TABLE t (id int PRIMARY KEY, v int, long text)")
+        captured.execute("ALTER TABLE t ALTER long SET STORAGE EXTERNAL")
+        captured.start()
+        captured.execute("INSERT INTO t VALUES (1, 1, repeat('x', 9000))")
+        captured.events()
+        captured.execute("ALTER TABLE t RENAME v TO w")
+        noticed(captured, 2)
+        for statement in ("SET w = 2", "SET w = 3, long = repeat('y', 9000)", "SET w = 4"):
+            captured.execute(f"UPDATE t {statement}")
+            last = captured.events()[-1]["payload"]["row"]
+        assert last == {"id": "1", "w": "4", "long": "y" * 9000}
+    finally:
+        captured.end()
+
+
+def test_initial_rows_come_before_the_first_look(database: Database, tmp_path: Path) -> None:
+    captured = Captured(database, tmp_path, snapshot_mode="initial")
+    try:
+        captured.execute(*TREE)
+        captured.execute("INSERT INTO t VALUES (1), (11)")
+        captured.start()
+        wait_until(lambda: len(captured.events(schema_events="false")) == 4, 20, "the rows are there")
+        captured.execute("TRUNCATE t1")
+        _, change = noticed(captured, 2)
+        assert kinds(change) == ["partitions_changed"]
+        assert {one["channel"] for one in captured.events(schema_events="false")} == {"pgcdc:t", "pgcdc:_snapshot"}
+    finally:
+        captured.end()
+
+
+def test_a_rename_with_more_in_the_same_script_is_a_rename(captured: Captured) -> None:
+    captured.execute("CREATE TABLE t (id int PRIMARY KEY, a text)")
+    captured.start()
+    captured.execute("INSERT INTO t VALUES (1, '1')")
+    captured.events()
+    captured.execute(
+        "ALTER TABLE t RENAME a TO b", "UPDATE t SET b = '2'", "ALTER TABLE t ALTER b TYPE int USING b::int"
+    )
+    _, renamed, retyped = noticed(captured, 3)
+    assert diff_shapes(renamed) == [{"type": "column_renamed", "from": "a", "to": "b"}]
+    assert diff_shapes(retyped) == [
+        {"type": "column_type_changed", "column": "b", "old_type": "text", "new_type": "integer"}
+    ]
 
 
 def test_a_locked_table_is_looked_at_later_and_the_stream_goes_on(captured: Captured) -> None:
-    captured.execute("CREATE TABLE t (id int PRIMARY KEY, a text)", "CREATE TABLE other (id int PRIMARY KEY)")
+    for name in ("t", "u", "w"):
+        captured.execute(f"CREATE TABLE {name} (id int PRIMARY KEY)")
     captured.start()
-    captured.execute("INSERT INTO t VALUES (1)", "INSERT INTO other VALUES (2)")
+    captured.execute("INSERT INTO t VALUES (1)", "INSERT INTO u VALUES (2)", "INSERT INTO w VALUES (3)")
     captured.events()
     with captured.database.connect(autocommit=False) as conn:
         conn.execute("LOCK TABLE t")
-        captured.execute("ALTER TABLE other ADD b text")
-        captured.execute("INSERT INTO other VALUES (3)")
-        assert [one for one in told(captured.events()) if isinstance(one, int)] == [1, 2, 3]
+        captured.execute("ALTER TABLE u ADD b text", "ALTER TABLE w ADD b text")
+        time.sleep(2.5)  # the list of published tables opens all of them
+        captured.execute("INSERT INTO u VALUES (4)")
+        assert [one for one in told(captured.events()) if isinstance(one, int)] == [1, 2, 3, 4]
         conn.execute("ALTER TABLE t ADD c int")
-    wait_until(lambda: "column_added" in kinds(captured.history[-1]) and len(captured.history) == 4, 20, "both noticed")
+    history = noticed(captured, 6)
+    assert sorted(one.after.name for one in history if kinds(one) == ["column_added"]) == ["t", "u", "w"]
 
 
 def test_what_the_catalog_says_of_values_rules_and_partitions(database: Database) -> None:

@@ -202,6 +202,18 @@ def test_what_is_not_a_row_of_a_table_passes_column_transforms_unharmed(tmp_path
     assert [one == other for one, other in zip(plain, changed, strict=True)] == [True, False, True, True, True]
 
 
+def test_what_old_rows_have_in_a_masked_column_is_masked_as_well() -> None:
+    shape = Relation(1, "public", "t", "d", (Column("id", 23, -1, True), Column("a", 25, -1, False)))
+    described = [
+        {"name": "id", "attnum": 1, "type": "integer", "ndims": 0, "not_null": True, "missing": "7"},
+        {"name": "a", "attnum": 2, "type": "text", "ndims": 0, "not_null": False, "missing": "secret"},
+    ]
+    chain = SimpleChain((), ({"type": "mask", "columns": ["a"], "mode": "redact"},))
+    _, details = chain.describe(shape, {"columns": described, "primary_key": ["id"], "types": None})
+    assert details is not None
+    assert [one["missing"] for one in details["columns"]] == ["7", edits.REDACTED]
+
+
 def test_people_see_what_changes_no_table(tmp_path: Path) -> None:
     writer = SpoolWriter(tmp_path, START)
     assembler = Assembler(writer.relations, start_lsn=START.commit)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -22,12 +24,19 @@ def columns(*names: str, types: dict[str, tuple[int, int]] | None = None, keys: 
     return Relation(1, "public", "orders", "d", made)
 
 
-def details(shape: Relation, attnums: tuple[int, ...], primary_key: tuple[str, ...] = ("id",)) -> dict[str, Any]:
+def details(
+    shape: Relation,
+    attnums: tuple[int, ...],
+    primary_key: tuple[str, ...] = ("id",),
+    missing: Mapping[str, str] = MappingProxyType({}),
+    **more: Any,
+) -> dict[str, Any]:
     described = [
         {"name": one.name, "attnum": number, "type": f"type of {one.name}", "ndims": 0, "not_null": False}
+        | ({"missing": missing[one.name]} if one.name in missing else {})
         for one, number in zip(shape.columns, attnums, strict=True)
     ]
-    return {"columns": described, "primary_key": list(primary_key), "types": None}
+    return {"columns": described, "primary_key": list(primary_key), "types": None, **more}
 
 
 def change(before: Relation | None, after: Relation, *attnums: tuple[int, ...], **more: Any) -> ShapeChange:
@@ -146,6 +155,54 @@ KINDS: dict[str, tuple[ShapeChange, list[dict[str, Any]]]] = {
         ),
         [{"type": "column_renamed", "from": "id", "to": "nr"}],
     ),
+    "default_that_old_rows_have": (
+        change(columns("id"), columns("id", "a"), (1,), (1, 2), new={"missing": {"a": "7"}}),
+        [{"type": "column_added", "column": "a", "new_type": "type of a", "default": "7"}],
+    ),
+    "replaced_with_a_default": (
+        change(columns("id", "a"), columns("id", "a"), (1, 2), (1, 3), new={"missing": {"a": ""}}),
+        [{"type": "column_replaced", "column": "a", "old_type": "type of a", "new_type": "type of a", "default": ""}],
+    ),
+    "default_that_was_there_is_no_change": (
+        change(columns("id", "a"), columns("id", "a"), (1, 2), (1, 2), new={"missing": {"a": "7"}, "filenode": 9}), [],
+    ),
+    "partitions": (
+        change(
+            THREE, THREE, (1, 2, 3), (1, 2, 3),
+            old={"leaves": {"7": 70, "8": 80, "9": 90, "6": 60}, "joined": {"6": "500"}},
+            new={"leaves": {"7": 71, "9": 90, "6": 60, "10": 1, "11": 2}, "attached": ["9", "11"], "joined": {"6": "501"}},
+        ),
+        [{"type": "partitions_changed", "added": ["10", "11"], "removed": ["8"], "rewritten": ["7", "6"],
+          "attached": ["11"]}],
+    ),
+    "rows_that_came_to_an_attached_partition_are_no_change": (
+        change(THREE, THREE, (1, 2, 3), (1, 2, 3), old={"leaves": {"7": 70}}, new={"leaves": {"7": 70}, "attached": ["7"]}),
+        [],
+    ),
+    "partitions_not_known_before": (change(THREE, THREE, (1, 2, 3), (1, 2, 3), new={"leaves": {"7": 70}}), []),
+    "publication": (
+        change(
+            THREE, THREE, (1, 2, 3), (1, 2, 3), old={"natts": 3},
+            new={"natts": 3, "published": {"row_filter": "(id > 5)", "columns": None}},
+        ),
+        [{"type": "published_changed", "old": None, "new": {"row_filter": "(id > 5)", "columns": None}}],
+    ),
+    "column_list_with_a_renamed_column": (
+        change(
+            columns("id", "a"), columns("id", "x"), (1, 2), (1, 2),
+            old={"natts": 2, "published": {"row_filter": None, "columns": ["id", "a"]}},
+            new={"natts": 2, "published": {"row_filter": None, "columns": ["id", "x"]}},
+        ),
+        [{"type": "column_renamed", "from": "a", "to": "x"}],
+    ),
+    "labels": (
+        change(THREE, THREE, (1, 2, 3), (1, 2, 3), old={"enums": {"mood": ["a"]}}, new={"enums": {"mood": ["a", "b"]}}),
+        [{"type": "types_changed", "types": ["mood"]}],
+    ),
+    "deferrable": (
+        change(THREE, THREE, (1, 2, 3), (1, 2, 3), new={"is_key_deferrable": True}),
+        [{"type": "primary_key_changed", "old": ["id"], "new": ["id"], "deferrable": True}],
+    ),
     "table_renamed": (
         change(THREE, replace(THREE, name="sales")),
         [{"type": "table_renamed", "from": "public.orders", "to": "public.sales"}],
@@ -175,6 +232,9 @@ def test_difference(one: ShapeChange, expected: list[dict[str, Any]]) -> None:
         ("replica_identity", ["table public.orders: replica identity changed from default to full"]),
         ("primary_key", ["table public.orders: primary key changed from (id) to (a, id)"]),
         ("primary_key_not_known", ["table public.orders: key changed from (id) to (id, a)"]),
+        ("partitions", ["table public.orders: partitions changed: 2 added, 1 removed, 2 rewritten"]),
+        ("publication", ["table public.orders: row filter or columns of the publication changed"]),
+        ("replaced_with_a_default", ["table public.orders: column a (type of a) dropped and added again (type of a)"]),
         ("table_moved", ["table archive.orders: renamed from public.orders"]),
     ],
 )

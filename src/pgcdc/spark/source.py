@@ -228,7 +228,7 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def _plan(self, feed: Feed, begin: Position, stop: Position) -> ChangePartition:
         relations = list(feed.spool.relations())
-        changes, described = self._schema_changes(feed, begin, stop), self._describe(feed, relations)
+        changes, described = self._schema_changes(feed, begin, stop), self._describe(feed, relations, stop)
         return ChangePartition(feed.seed, socket.gethostname(), [], relations, changes, described)
 
     def _announce(self, feed: Feed, begin: Position, stop: Position) -> None:
@@ -315,14 +315,15 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         feed.shapes.refresh()
         return [change for change in feed.shapes.between(begin, stop) if change.before is not None]
 
-    def _describe(self, feed: Feed, relations: list[Relation]) -> Described:
-        """More about shapes, if the query's column `shape` or its chains need it."""
+    def _describe(self, feed: Feed, relations: list[Relation], stop: Position) -> Described:
+        """More about shapes, if the query's column `shape` or its chains need it; as it was known up to `stop`."""
         needs_shapes = any(chain.needs_shapes for chain in parse_chains(self._options.chains))
         if "shape" not in self._schema.fieldNames() and not needs_shapes:
             return Described()
         feed.shapes.refresh()
         wanted = set(relations)
-        return Described(feed.database, tuple(change for change in feed.shapes.changes if change.after in wanted))
+        known = [change for change in feed.shapes.changes if change.position <= stop and change.after in wanted]
+        return Described(feed.database, tuple(known))
 
     def _look(self, feed: Feed, begin: Position) -> Position:
         """How far the spool goes; waits a little if nothing is new. Then it acknowledges at once what Spark has committed:

@@ -20,6 +20,7 @@ import orjson
 import psycopg
 import pyarrow as pa
 
+from pgcdc.core.counters import ROWS_MISSED, counters
 from pgcdc.core.position import Position
 from pgcdc.core.relation import OldKind, Op, ShapeChange, ShapeHistory
 from pgcdc.event.batch import Batch, TableChanges
@@ -55,13 +56,13 @@ class Applier:
     ) -> None:
         """`key`: the names of adapter and stream. `held`: tables (oid) that come whole later."""
         self._conn, self._options, self._shapes, self._say = conn, options, shapes, say
-        self._chain, self._held = chain, held
+        self._chain, self._held, self._name = chain, held, key[0]
         self.tables = set(tables)  # The target's tables at the last commit; the caller keeps it up to date
         self._rejected = Rejected(options.own_schema, key)
         self._writer: Writer | None = None
         self._is_warm = False  # Our knowledge of the target is from an earlier transaction
         self._known_until = 0.0
-        self.missed: Counter[str] = Counter()  # By table: rows to delete that were missing
+        self.missed: Counter[str] = Counter()  # By table: rows to update or delete that were missing
 
     def apply(self, batch: Batch, refused: Sequence[Batch] = ()) -> set[TableName]:
         """Apply a batch in the caller's transaction; returns the target's tables as far as known. Keys of `refused` events
@@ -76,10 +77,11 @@ class Applier:
                 self._supersede(batch)
             self.missed.update(missed)
             for table, count in missed.items():
+                counters.add(ROWS_MISSED, count, adapter=self._name, table=table)
                 self._say(
-                    f"table {table}: {count} rows that were to be deleted are not at the target ({self.missed[table]} since "
-                    "it connected). Somebody else changes the table, or rows were missing before: compare it with the "
-                    "source, and take a snapshot of it"
+                    f"table {table}: {count} rows that were to be updated or deleted are not at the target "
+                    f"({self.missed[table]} since it connected). Somebody else changes the table, or rows were missing "
+                    "before. Compare and repair it: pgcdc verify --repair"
                 )
             return self._open().targets.see()
         except BaseException:
@@ -122,7 +124,7 @@ class Applier:
         self._is_warm = False
 
     def _divide(self, batch: Batch, changes: Sequence[ShapeChange]) -> Counter[str]:
-        """Apply all at once, or else in halves; returns by table the rows to delete that were missing."""
+        """Apply all at once, or else in halves; returns by table the rows to change that were missing."""
         try:
             with self._conn.transaction():
                 return self._run(batch, changes)

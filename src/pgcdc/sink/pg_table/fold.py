@@ -45,6 +45,7 @@ class Folded:
     """Keys of rows that the target has; whole rows for a table without a key or with a deferrable one."""
     undone: Rows | None = None  # Keys of rows that came and went here: the target should not have them
     puts: Rows | None = None  # Rows that the target has, or may have
+    expected: int = 0  # How many of these it has, unless somebody else has changed it
     patches: list[Rows] = field(default_factory=list)  # Some columns of the target's rows; the others keep their values
     fresh: Rows | None = None  # Rows that the target should not have
 
@@ -156,10 +157,12 @@ def fold_keyed(changes: TableChanges, key: Sequence[int]) -> Folded:
         if not found.all():
             missing[number] = ~found
     whole: Bools = ~np.logical_or.reduce(list(missing.values())) if missing else np.ones(len(kept), np.bool_)
+    puts: Bools = whole & ~is_fresh
     return Folded(
         gone,
         undone,
-        _pick(names, values, sources, whole & ~is_fresh),
+        _pick(names, values, sources, puts),
+        int((puts & ~absent[~ends]).sum()),
         list(_patches(names, values, sources, missing)),
         _pick(names, values, sources, whole & is_fresh),
     )
@@ -240,6 +243,7 @@ def fold_late(changes: TableChanges, key: Sequence[int]) -> Folded:
     return Folded(
         gone=_take(names, rows, gone[newest[keys[gone]] < 0]),
         puts=_take(names, rows, put),
+        expected=len(put),
         fresh=_take(names, rows, fresh),
     )
 

@@ -32,7 +32,7 @@ class Writer:
         self._used: set[str] = set()  # Those with rows of this transaction
         self._met: set[tuple[str, str]] = set()
         """Tables that had rows which should be new: no plain COPY for them again."""
-        self.missed: Counter[str] = Counter()  # By table: rows to delete that were missing
+        self.missed: Counter[str] = Counter()  # By table: rows to update or delete that were missing
 
     def begin(self) -> None:
         """A transaction begins: temporary tables are empty."""
@@ -78,7 +78,7 @@ class Writer:
         if folded.undone is not None:
             self._delete(target, folded.undone, key)
         if folded.puts is not None:
-            self._merge(target, folded.puts, key)
+            self._miss(source, folded.expected - self._put(target, folded.puts, key))
         for rows in folded.patches:
             stage, names = self._stage(target, rows)
             if self._run(_patch(target, stage, names, key)) < len(rows):
@@ -94,6 +94,18 @@ class Writer:
     def _delete(self, target: TargetTable, rows: Rows, key: tuple[str, ...]) -> int:
         stage, columns = self._stage(target, rows)
         return self._run(_delete(target, stage, columns, key) if key else _delete_rows(target, stage, columns))
+
+    def _put(self, target: TargetTable, rows: Rows, key: tuple[str, ...]) -> int:
+        """Update rows and insert those that are missing; returns how many were there. (MERGE tells since PostgreSQL 17.)"""
+        stage, columns = self._stage(target, rows)
+        made_way = self._run(_make_way(target, stage, columns, key)) if _fixed(target, columns, key) else 0
+        sets, updated = _sets(target, columns, key), 0
+        if sets:
+            updated = self._run(f"UPDATE {target.sql} AS t SET {sets} FROM {stage} AS s WHERE {_matches(key)}")
+        if updated < len(rows):
+            inserted = self._run(_insert_missing(target, stage, columns, key))
+            updated = updated if sets else len(rows) - inserted
+        return updated + made_way
 
     def _merge(self, target: TargetTable, rows: Rows, key: tuple[str, ...]) -> None:
         stage, columns = self._stage(target, rows)
@@ -225,12 +237,22 @@ def _sets(target: TargetTable, columns: Iterable[str], key: Sequence[str]) -> st
 def _merge(target: TargetTable, stage: str, columns: Sequence[str], key: Sequence[str]) -> str:
     """Existing rows become those of the staging table, the others are inserted."""
     sets = _sets(target, columns, key)
-    overriding = "OVERRIDING SYSTEM VALUE " if any(target.columns[column].identity for column in columns) else ""
     return (
         f"MERGE INTO {target.sql} AS t USING {stage} AS s ON {_matches(key)} "
         f"WHEN MATCHED THEN {f'UPDATE SET {sets}' if sets else 'DO NOTHING'} "
-        f"WHEN NOT MATCHED THEN INSERT ({_listed(columns)}) {overriding}VALUES ({_listed(columns, 's.')})"
+        f"WHEN NOT MATCHED THEN INSERT ({_listed(columns)}) {_overriding(target, columns)}VALUES ({_listed(columns, 's.')})"
     )
+
+
+def _insert_missing(target: TargetTable, stage: str, columns: Sequence[str], key: Sequence[str]) -> str:
+    return (
+        f"INSERT INTO {target.sql} ({_listed(columns)}) {_overriding(target, columns)}SELECT {_listed(columns, 's.')} "
+        f"FROM {stage} AS s WHERE NOT EXISTS (SELECT FROM {target.sql} AS t WHERE {_matches(key)})"
+    )
+
+
+def _overriding(target: TargetTable, columns: Iterable[str]) -> str:
+    return "OVERRIDING SYSTEM VALUE " if any(target.columns[column].identity for column in columns) else ""
 
 
 def _make_way(target: TargetTable, stage: str, columns: Sequence[str], key: Sequence[str]) -> str:

@@ -168,7 +168,7 @@ class ShapeObserver:
         if batch.part is None:
             return
         rows = batch.data if batch.part.batch is None else pa.Table.from_batches([batch.part.batch])
-        if batch.end.is_snapshot and rows.column("op")[0].as_py() == Op.SCHEMA_CHANGE:
+        if batch.end.is_snapshot and rows.column("op").slice(0, 1).to_pylist() == [Op.SCHEMA_CHANGE]:
             self._take_mark(batch, rows)
             return
         versions = [version for version in pc.unique(rows.column("relation")).to_pylist() if version >= 0]
