@@ -17,7 +17,7 @@ from listening import wait_until
 from pyspark.sql.streaming.datasource import ReadMaxRows
 from pyspark.sql.types import BinaryType, BooleanType, StructField, StructType
 
-from pgcdc.core.errors import ConnectionLost
+from pgcdc.core.errors import ConnectionLost, PgcdcError
 from pgcdc.core.position import Position
 from pgcdc.core.state import Lock, StateDir
 from pgcdc.event.batch import Batch, split_forms
@@ -106,6 +106,9 @@ class Mirror:
                     self.request({"do": "snapshot", "action": "add", **wanted})
                 except ConnectionLost:
                     return
+                except PgcdcError as error:  # as the driver: it asks again, a table may have been locked
+                    self.said.append(f"table {hold.table} cannot be read again: {error}")
+                    continue
                 self.asked.add(hold.id)
 
     def request(self, content: dict[str, Any]) -> dict[str, Any]:
