@@ -60,7 +60,7 @@ def settings_of(version: int) -> dict[str, str]:
 
 LOOK_S = 1.3  # The catalog is looked at every second
 SETTLE_S = 30.0
-LATE_S = 15.0  # Equal only after such a time counts as equal
+LATE_S = 45.0  # New tables are looked for every ten seconds, and the catalog less often under load
 _CHANGED = re.compile(r"""(?:UPDATE|DELETE FROM)\s+(?:ONLY\s+)?((?:"[^"]+"|\w+)\.(?:"[^"]+"|\w+))""")
 
 _TABLES = """
@@ -528,7 +528,7 @@ def main() -> int:
     options.add_argument("--minutes", type=float, default=10)
     options.add_argument("--scripts", type=int, default=1_000_000, help="at most so many")
     options.add_argument("--server", default="both", choices=["15", "16", "18", "both"])
-    options.add_argument("--jobs", type=int, default=2)
+    options.add_argument("--jobs", type=int, default=3, help="scripts at a time: they wait most of the time")
     options.add_argument("--only", action="store_true", help="this seed alone, with its script")
     options.add_argument("--no-shorten", action="store_true")
     options.add_argument("--no-page", action="store_true")

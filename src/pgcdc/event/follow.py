@@ -62,6 +62,15 @@ def why_reload(change: ShapeChange, differences: Sequence[Difference], *, is_par
     return ""
 
 
+def brings_rows(differences: Sequence[Difference]) -> bool:
+    """Whether the table may have got rows that no event tells: a copy that does not exist yet lacks them, too."""
+    kinds = {one["type"] for one in differences}
+    is_attached = any(
+        one["type"] == "partitions_changed" and (one["attached"] or one["rewritten"]) for one in differences
+    )
+    return is_attached or bool(kinds & {"published_changed", "updates_published"})
+
+
 def _is_same_file(old: Details, new: Details) -> bool:
     """Whether the table was not rewritten between two looks, so that old rows have what the catalog says."""
     if "leaves" in old and "leaves" in new:

@@ -12,7 +12,8 @@ import psycopg
 from pgcdc.core.errors import ReloadNeeded, SinkError
 from pgcdc.core.relation import ShapeChange
 from pgcdc.event.edits import SimpleChain
-from pgcdc.event.follow import Difference, behind, follow_shape
+from pgcdc.event.follow import Difference, behind, brings_rows, follow_shape
+from pgcdc.event.shape import diff_shapes
 from pgcdc.postgres.database import name_table, quote_identifier, quote_literal, quote_qualified
 from pgcdc.sink.pg_table.options import TableName
 from pgcdc.sink.pg_table.tables import SourceTable, Targets, TargetTable, describe_source
@@ -45,9 +46,11 @@ def follow(
             raise _needed(change, "it was dropped and made again")
         return
     old = targets.name_of((change.before.namespace, change.before.name))
-    if targets.find(old) is None and (old == name or targets.find(name) is None):
-        return  # it comes with its first row
     differences, reason = follow_shape(change, chain)
+    if targets.find(old) is None and (old == name or targets.find(name) is None):
+        if brings_rows(diff_shapes(change)):
+            raise _needed(change, reason)
+        return  # it comes with its first row
     if old != name:
         if old in taken:
             reason = f"it was renamed from {name_table(*old)}, which another table is called by now"
