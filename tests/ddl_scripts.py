@@ -135,7 +135,8 @@ class Writer:
         statements: list[str] = []
         if how == "held":
             statements += [one for _ in range(self.dice.randint(1, 3)) for one in self._change(self._pick())]
-            return Group(tuple(statements), how, then)
+            # An open TRUNCATE would lock out everybody who looks at the publications, us included.
+            return Group(tuple(one for one in statements if not one.startswith("TRUNCATE")), how, then)
         for _ in range(self.dice.randint(1, 4)):
             if self.dice.random() < 0.55:
                 statements += self._alter()

@@ -77,6 +77,7 @@ class PostgresStream:
             application_name=self._name, temporary=options.temporary_slot, options=options,
             on_notice=lambda text: logger.warning("the server says: %s", text), check=self._guard.check_server,
         )  # fmt: skip
+        self._shapes.on_mark = self._capture.rename
         self._clock = Clock()
         self._sql: Connection | None = None
         self._sql_fd = self._stream_fd = -1

@@ -159,6 +159,8 @@ class ShapeObserver:
         for change in self._history.between(Position.at(0, 0), resume):
             self._current[change.after.oid] = change
         self._in_force: set[int] = set()  # current versions, as far as seen
+        self.on_mark: Callable[[Relation, Relation], object] = lambda before, after: None
+        """A mark gave a table another shape."""
         self.changes = sum(change.before is not None for change in self._history.changes)
         """Shape changes since the state directory began, without first sightings of tables."""
 
@@ -208,6 +210,8 @@ class ShapeObserver:
         if self._history.at(position) is None and last is not None and not is_other(last, shape, details):
             return
         self._append({position: shape}, lambda shape, last: details)
+        if last is not None:
+            self.on_mark(last.after, shape)
         self._in_force = {one for one in self._in_force if batch.relations[one].oid != shape.oid} | {version}
 
     def _record(self, found: list[tuple[Position, Relation]], sql: Connection) -> None:

@@ -63,7 +63,7 @@ class CatalogWatch:
         self._publications = publications
         self._shapes = shapes
         self._marks = marks
-        self._digests: dict[int, str] = {}
+        self._digests: dict[int, tuple[str, str, str]] = {}  # With the name that the stream gave it
         self._asked: dict[int, ShapeChange | None] = {}  # Tables with a mark on its way, as they were known
         self._due = 0.0
 
@@ -89,9 +89,10 @@ class CatalogWatch:
         typed = [oid for oid, one in known.items() if one.details is not None and one.details["types"] is not None]
         digests: dict[int, str] = dict(sql.execute(_DIGESTS, {"oids": list(known), "typed": typed}).fetchall())
         changed = [
-            oid for oid, digest in digests.items() if self._digests.get(oid) != digest and oid not in self._asked
-        ]
-        names = [(one.after.namespace, one.after.name) for one in known.values()]
+            oid for oid, digest in digests.items()
+            if self._digests.get(oid) != (digest, *_name(known[oid].after)) and oid not in self._asked
+        ]  # fmt: skip
+        names = [_name(one.after) for one in known.values()]
         query = [list(self._publications), list(known), [name[0] for name in names], [name[1] for name in names]]
         changed += [oid for (oid,) in sql.execute(_NEW, query).fetchall() if oid not in self._asked]
         if not changed:
@@ -109,7 +110,7 @@ class CatalogWatch:
                 lsn = lsn or wal_place(sql)
                 self._ask(lsn, shape, details, None)
                 continue
-            self._digests[shape.oid] = digests[shape.oid]
+            self._digests[shape.oid] = (digests[shape.oid], *_name(shape))
             if is_other(before, shape, details):
                 lsn = lsn or wal_place(sql)
                 self._ask(lsn, shape, details, before)
@@ -125,3 +126,7 @@ class CatalogWatch:
 
         self._asked[shape.oid] = before
         self._marks.ask(lsn, make)
+
+
+def _name(shape: Relation) -> tuple[str, str]:
+    return shape.namespace, shape.name

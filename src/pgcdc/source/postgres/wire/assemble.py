@@ -8,6 +8,7 @@ transaction that the server streams while it runs has its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from pgcdc.core.errors import DecodeError
-from pgcdc.core.relation import Column, Relations
+from pgcdc.core.relation import Column, Relation, Relations
 from pgcdc.postgres.lsn import format_lsn
 from pgcdc.source.postgres.wire import messages as wire
 from pgcdc.source.postgres.wire import undecided
@@ -170,6 +171,16 @@ class Assembler:
         self._tables.clear()  # the new connection describes its relations again
         self._told = {}
         self._rows = self._shared = self._new_rows()
+
+    def rename(self, before: Relation, after: Relation) -> None:
+        """From now on rows of this table have its new name, unless the server has described it otherwise meanwhile. It
+        describes a root again only when a partition changes, so rows would keep the old name."""
+        table = self._tables.get(after.oid)
+        if table is None or self.relations[table.version] != before:
+            return
+        if replace(before, namespace=after.namespace, name=after.name) == after:
+            renamed = self._tables[after.oid] = replace(table, version=self.relations.intern(after))
+            self._shared.define(after.oid, renamed.version, renamed.columns)
 
     # --- whole transactions
 

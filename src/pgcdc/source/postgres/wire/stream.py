@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Self
 from psycopg import Connection
 
 from pgcdc.core.errors import ConnectionLost, reconnect_delay_s
-from pgcdc.core.relation import Relations
+from pgcdc.core.relation import Relation, Relations
 from pgcdc.core.settings import make_options
 from pgcdc.postgres.database import connect
 from pgcdc.postgres.lsn import format_lsn
@@ -156,6 +156,10 @@ class Capture:
             self._stream.close()
             self._stream = None
         self._assembler.abandon()
+
+    def rename(self, before: Relation, after: Relation) -> None:
+        """The catalog says that a table is called otherwise. Of the root of partitions the server does not."""
+        self._assembler.rename(before, after)
 
     @property
     def is_connected(self) -> bool:
