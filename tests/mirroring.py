@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psycopg
@@ -23,10 +24,13 @@ from pgcdc.core.state import Lock, StateDir
 from pgcdc.event.batch import Batch, split_forms
 from pgcdc.event.events import block_schema, drop_unwanted, event_batch
 from pgcdc.event.frame import EventOptions
+from pgcdc.run.table_reloads import TableReloads
+from pgcdc.sink.contract import Sink
 from pgcdc.sink.letters.stores import FileDeadLetters
 from pgcdc.sink.pg_table.options import PgTableOptions
 from pgcdc.sink.runner import Runner
 from pgcdc.sink.spec import DeliveryOptions
+from pgcdc.source.protocol import make_source
 from pgcdc.spark.source import ChangeSource
 from pgcdc.transform.program import compile_chains
 from pgcdc.transform.specs import Chain, column_chain
@@ -54,27 +58,42 @@ class Mirror:
         self.reader: Any = None
         self.runner: Any = None
         self.sink_options: dict[str, Any] = {}
-        self.begin: dict[str, Any] | None = None
+        self._tables_due = 0.0
 
     def start(self) -> Mirror:
         source = ChangeSource({**self.options})
         blocks = [StructField("block", BinaryType()), StructField("is_last", BooleanType())]
         self.reader = source.streamReader(StructType(blocks))
+        self.source = make_source(self.reader._options.source)
         feed = self.reader._open()
         initial, acked = feed.claim()
-        sink = PgTableOptions(db=self.target, mode="apply", **self.sink_options).make()
+        sink = self.make_sink()
         letters = FileDeadLetters(self.state.letters_file)
         self.runner = Runner(
             sink, self.state.acks, NAME, DeliveryOptions(max_retries=0), dead_letters=letters, say=self.said.append
         )
         self.runner.chain = lambda: column_chain(self.chain)
         self.runner.open(acked or initial)
-        self.asked: set[str] = set()
+        feed.last_status = self._status
+        member = SimpleNamespace(name=NAME, sink=self.runner, submit_other=lambda do: do())
+        lanes: Any = SimpleNamespace(members=lambda: [member])
+        self._reloads = TableReloads(feed, lanes, self.said.append)
+        self._reloads._is_due = lambda: True  # type: ignore[assignment]
         return self
+
+    def _status(self) -> dict[str, Any]:
+        try:
+            return {"snapshots": self.snapshots()}
+        except ConnectionLost:
+            return {}
+
+    def make_sink(self) -> Sink:
+        return PgTableOptions(db=self.target, mode="apply", **self.sink_options).make()
 
     def step(self) -> bool:
         """One batch; False if there is none."""
-        self._ask()
+        self._reloads.follow()
+        self.follow_tables()
         start = max(self.reader._open().claim()[1], self.runner.ack).to_offset()
         end = self.reader.latestOffset(start, ReadMaxRows(100_000))
         if end == start:
@@ -98,15 +117,11 @@ class Mirror:
         events = pa.Table.from_batches([one.replace_schema_metadata() for one in made], schema)
         return split_forms(Batch(first, last, events), [(0, "tables")], [one.schema.metadata for one in made])[0]
 
-    def _ask(self) -> None:
-        for oid, hold in self.runner.progress.holds.items():
-            if hold.table and hold.id not in self.asked:
-                wanted = {"id": hold.id, "table": hold.table, "kind": "reload", "oid": oid, "adapters": [NAME]}
-                try:
-                    self.request({"do": "snapshot", "action": "add", **wanted})
-                except ConnectionLost:
-                    return
-                self.asked.add(hold.id)
+    def follow_tables(self) -> None:
+        """As the driver does: capture tables that were created meanwhile."""
+        if time.monotonic() >= self._tables_due:
+            self._tables_due = time.monotonic() + 0.5
+            self.source.follow_tables(self.state)
 
     def request(self, content: dict[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = self.reader._open().request(content)
@@ -127,7 +142,7 @@ class Mirror:
                 return
 
     def is_quiet(self) -> bool:
-        going = [one for one in self.snapshots() if one["status"] not in ("done", "stopped")]
+        going = [one for one in self.snapshots() if one["status"] not in ("done", "stopped") and not is_keyless(one)]
         return not going and not self.runner.progress.holds
 
     def snapshots(self) -> list[dict[str, Any]]:
@@ -163,6 +178,10 @@ class Mirror:
         if holder and "pid" in holder:
             os.kill(holder["pid"], signal.SIGTERM)
             wait_until(lambda: Lock.holder(self.state.capture_lock) is None, 10, "the capture ends")
+
+
+def is_keyless(snapshot: dict[str, Any]) -> bool:
+    return snapshot["status"] == "failed" and "no primary key" in snapshot["error"]
 
 
 _COLUMNS = """

@@ -55,6 +55,8 @@ def why_reload(change: ShapeChange, differences: Sequence[Difference], *, is_par
     added = sum(one["type"] in _ADDED for one in differences)
     if "natts" in old and "natts" in new and new["natts"] - old["natts"] != added and kinds.intersection(NEW_VALUES):
         return "columns were added and dropped in between"
+    if any(one["type"] in _ADDED and one["column"] in new.get("mixed", ()) for one in differences):
+        return "its partitions have different values in a new column"
     if kinds.intersection(NEW_VALUES) and not _is_same_file(old, new):
         return "its rows were rewritten by ALTER TABLE (a default that is computed, a type change)"
     return ""

@@ -4,6 +4,7 @@ well; and users hold tables themselves, of a pipeline that runs or one that has 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pgcdc.capture.control import CaptureLink, ask
@@ -33,10 +34,23 @@ class TableReloads:
     def follow(self) -> None:
         if not self._is_due():
             return
+        self._hold_added()
         for member in self._lanes.members():
             for oid, hold in list(member.sink.progress.holds.items()):
                 if hold.table and hold.id not in self._asked:
                     self._ask(member.name, oid, hold)
+
+    def _hold_added(self) -> None:
+        """A new table without a key cannot be read row by row beside the stream. Copies of it can be made as a whole."""
+        for one in self._link.last_status().get("snapshots", ()):
+            if one["kind"] == "added" and one["status"] == "failed" and one["id"] not in self._asked:
+                self._asked.add(one["id"])
+                for member in self._lanes.members():
+                    if member.sink.progress.is_keyed:
+                        held = {
+                            one["oid"]: new_hold(one["table"], "it has no key, and had rows before it was captured")
+                        }
+                        member.submit_other(partial(member.sink.holds.add, held))
 
     def _ask(self, adapter: str, oid: int, hold: Hold) -> None:
         wanted = {"id": hold.id, "table": hold.table, "kind": "reload", "oid": oid, "adapters": [adapter]}
