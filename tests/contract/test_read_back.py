@@ -14,6 +14,7 @@ from pgcdc.core.failpoint import FailpointError
 from pgcdc.core.position import Position
 from pgcdc.core.relation import ShapeHistory
 from pgcdc.event.shape import TableShape
+from pgcdc.sink import row_store
 from pgcdc.sink.contract import Progress, SinkContext
 
 COLUMNS = ("id", "text", "never_there")
@@ -33,7 +34,8 @@ def read(target: Target) -> list[tuple[str | None, ...]]:
 
 
 @pytest.fixture
-def readable(target: Target) -> Iterator[Target]:
+def readable(target: Target, monkeypatch: pytest.MonkeyPatch) -> Iterator[Target]:
+    monkeypatch.setattr(row_store, "BUFFERED_ROWS", 3)
     if not target.make().reads_back:
         pytest.skip("it cannot be read back")
     yield target
