@@ -56,7 +56,7 @@ def verify(
         try:
             report = Verify(settings, chains, options, say, progress).run()
         except PgcdcError as error:
-            error.exit_code = max(error.exit_code, 2)  # 1 says that something differs
+            error.exit_code = max(error.exit_code, 2)  # type: ignore[misc]  # 1 says that something differs
             raise
         finally:
             progress.close()
