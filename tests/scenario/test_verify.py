@@ -125,6 +125,14 @@ def test_text_keys_whose_order_may_differ_are_compared_by_buckets(
         assert [key[0].rstrip() for key in one.keys["extra"]] == ["100%"]
 
 
+def test_keys_that_are_equal_and_written_differently_are_different(postgres: EmbeddedPostgres, tmp_path: Path) -> None:
+    create, rows = "CREATE TABLE sizes (id numeric PRIMARY KEY, n int)", "INSERT INTO sizes VALUES (1.0, 1), (2.0, 2)"
+    with mirrored(postgres, tmp_path, create, rows) as (flow, mirror):
+        assert flow.check()["mirror/sizes"].outcome == "equal"
+        mirror.execute("UPDATE sizes SET id = 1.00 WHERE id = 1")
+        assert flow.check()["mirror/sizes"].keys == {"missing": [["1.0"]], "extra": [["1.00"]]}
+
+
 def test_servers_that_hash_differently_use_md5(
     postgres: EmbeddedPostgres, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

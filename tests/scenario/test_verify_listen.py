@@ -111,6 +111,9 @@ def test_beside_a_running_pipeline(postgres: EmbeddedPostgres, tmp_path: Path) -
             done = one.verify()
             assert done.returncode == 2 and "does not run" in done.stderr and "--at-rest" in done.stderr
             assert one.verify("--at-rest").returncode == 1
+            one.url = target
+            done = one.verify("--at-rest")
+            assert done.returncode == 2 and "belongs to" in done.stderr
             assert read_json(one.state.path / "verify_last.json")["adapters"]["pg_table"]["missing"] == 1
         finally:
             one.kill_all()

@@ -23,7 +23,7 @@ from pgcdc.run.settings import PipelineSettings
 from pgcdc.run.verify.barrier import wait_for
 from pgcdc.run.verify.comparing import Comparison
 from pgcdc.run.verify.hashing import Key, must_use_md5
-from pgcdc.run.verify.plan import Pair, plan_pairs, quoted_columns, read_table, target_name
+from pgcdc.run.verify.plan import Pair, order_of, plan_pairs, quoted_columns, read_table, target_name
 from pgcdc.run.verify.repair import repair
 from pgcdc.run.verify.report import Notebook, Report, TableResult, last_file
 from pgcdc.run.verify.sides import ReadSide, Rows, Side, SourceRows, SqlSide
@@ -168,7 +168,8 @@ class Verify:
             barrier = self._barrier(pair.spec.name)
             made = Comparison(pair.name, *sides, barrier, notebook, keys, bool(pair.key), self.options.keys, progress)
             if not result.is_done:
-                made.run()
+                with explain_errors(f"compare table {pair.table.title}"):
+                    made.run()
         except SinkError as error:  # of reading back: a file that is not whole, say
             result.reason = str(error)
             return None
@@ -216,22 +217,22 @@ class Verify:
         title = f"table {name_table(*name)} at the target"
         here = read_table(self._source, table.relation.namespace, table.relation.name)
         there = read_table(target, *name)
-        if {after for _, after in pair.kept} - there.columns.keys():  # maybe they only come with the next rows
+        if {after for _, after in pair.kept} - there.keys():  # maybe they only come with the next rows
             self._barrier(pair.spec.name)()
             there = read_table(target, *name)
         place = quote_qualified(*name)
-        if not there.columns:  # rows of nothing
+        if not there:  # rows of nothing
             _add_note(result, f"{title} does not exist")
             listed = ", ".join(f"NULL::text AS {quote_identifier(one)}" for one in pair.target_key) or "NULL"
             place = f"(SELECT {listed} WHERE false) AS nothing"
-        elif lacks := [after for _, after in pair.kept if after not in there.columns]:
+        elif lacks := [after for _, after in pair.kept if after not in there]:
             _add_note(result, f"{title} has no column {', '.join(lacks)}: NULL is compared there")
-        if more := sorted(there.columns.keys() - {after for _, after in pair.kept}):
+        if more := sorted(there.keys() - {after for _, after in pair.kept}):
             _add_note(result, f"{title} also has {', '.join(more)}: not compared")
-        orders = here.order_of(pair.key), there.order_of(pair.target_key)
-        types = tuple(kind for kind, _ in orders[0])
-        is_same = [kind for kind, _ in orders[1]] == list(types)
-        is_ordered = is_same and orders[0] == orders[1] and all(order is not None for _, order in orders[0])
+        keys = order_of(pair.key, here), order_of(pair.target_key, there)
+        types = tuple(one.type for one in keys[0])
+        is_same = [one.type for one in keys[1]] == list(types)
+        is_ordered = keys[0] == keys[1] and all(one.order is not None for one in keys[0])
         result.method = "ranges" if pair.key and is_ordered else "buckets"
         is_md5 = must_use_md5(self._source, target)
         source = SqlSide(
@@ -259,7 +260,7 @@ class Verify:
                 yield batch.columns, None
 
         here = read_table(self._source, pair.table.relation.namespace, pair.table.relation.name)
-        types = tuple(here.columns[one].type for one in pair.key)
+        types = tuple(here[one].type for one in pair.key)
         rows = SourceRows(self._source, pair.table, types, pair.chain, self._pace)
         places = tuple(names.index(one) for one in pair.target_key)
         return ReadSide(rows, places), ReadSide(read, places)
