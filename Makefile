@@ -21,8 +21,11 @@ ROUNDS ?= 30
 # More than the two cores of CI: tests wait for servers and timeouts about a third of their time
 JOBS ?= 3
 ARGS ?=
+SEED ?= 1
+MINUTES ?= 10
+SERVER ?= both
 
-.PHONY: help install demo test torture lint format bench bench-against test-servers clean
+.PHONY: help install demo test torture campaign-ddl lint format bench bench-against test-servers clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,6 +53,9 @@ test: $(DEV) $(ARCHIVE) ## Every test but the slow ones, in three processes (JOB
 
 torture: $(DEV) $(ARCHIVE) ## Slow scenarios: random kill -9 under load (ROUNDS=30)
 	@PGCDC_TORTURE_ROUNDS="$${PGCDC_TORTURE_ROUNDS:-$(ROUNDS)}" $(PY) -m pytest -m slow $(ARGS)
+
+campaign-ddl: $(DEV) ## A slice of random DDL against a mirror (SEED=1 MINUTES=10 SERVER=15|18|both)
+	@$(PY) tests/campaign_ddl.py --seed $(SEED) --minutes $(MINUTES) --server $(SERVER) $(ARGS)
 
 $(STUB): tools/adapter_reference.py pyproject.toml $(shell find src/pgcdc/sink -name '*.py') | $(DEV)
 	@$(PY) tools/adapter_reference.py --stub

@@ -190,6 +190,9 @@ AND a.attgenerated = '' ORDER BY a.attname
 """
 
 
+_OWN = "SELECT relkind::text FROM pg_class WHERE oid = %s::regclass"
+
+
 def compare(source: str, target: str, tables: Sequence[str]) -> list[str]:
     """What is different, by plain SQL on both sides: an independent oracle. Columns are those of the source, as text."""
     found = []
@@ -201,16 +204,19 @@ def compare(source: str, target: str, tables: Sequence[str]) -> list[str]:
                 known = {name for (name,) in there.execute(_COLUMNS, (table,))}
             except psycopg.errors.UndefinedTable:
                 there.rollback()
-                if here.execute(f"SELECT count(*) FROM {table}").fetchone() != (0,):
+                if here.execute(f"SELECT count(*) FROM {table}".encode()).fetchone() != (0,):
                     found.append(f"{table}: not at the target")
                 continue
             if missing := [name for name in columns if name not in known]:
                 found.append(f"{table}: no column {missing}")
                 continue
             listed = ", ".join(f'"{name}"::text' for name in columns) or "NULL"
-            query = f"SELECT row_text, count(*) FROM (SELECT ROW({listed})::text AS row_text FROM {table}) x GROUP BY 1"
-            wanted: dict[str, int] = dict(here.execute(query).fetchall())
-            has: dict[str, int] = dict(there.execute(query).fetchall())
+            query = f"SELECT row_text, count(*) FROM (SELECT ROW({listed})::text AS row_text FROM %s) x GROUP BY 1"
+            own = here.execute(_OWN, (table,)).fetchone() == ("r",)  # rows of inheriting tables are theirs
+            wanted: dict[str, int] = dict(
+                here.execute((query % f"ONLY {table}" if own else query % table).encode()).fetchall()
+            )
+            has: dict[str, int] = dict(there.execute((query % table).encode()).fetchall())
             missing_rows = {row: count for row, count in wanted.items() if has.get(row) != count}
             extra = {row: count for row, count in has.items() if wanted.get(row) != count}
             if missing_rows or extra:

@@ -90,7 +90,8 @@ class Holds:
         numbers = batch.events.column("relation").to_numpy()
         known = np.zeros(int(numbers.max(initial=0)) + 1, np.int64)
         for number, shape in batch.shapes.items():
-            known[number] = shape.relation.oid if number < len(known) else 0
+            if number < len(known):
+                known[number] = shape.relation.oid
         oids = known[numbers]
         keep: Bools = np.ones(len(batch), np.bool_)
         holds, done = self._progress.holds, ""

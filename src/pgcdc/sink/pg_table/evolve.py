@@ -87,7 +87,7 @@ def rebuild(
         if had is not None and had.type != kind and (had.type in ours[column] or had.type == "text"):
             _alter(targets, target, f"DROP COLUMN {quote_identifier(column)}")
     for column, had in target.columns.items():
-        if column not in types and had.is_required:
+        if column not in types and had.is_required and column not in target.primary_key:
             _alter(targets, target, f"ALTER COLUMN {quote_identifier(column)} DROP NOT NULL")
     target = targets.prepare(source, columns, key)
     _set_key(targets, target, key)
