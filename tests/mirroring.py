@@ -24,6 +24,7 @@ from pgcdc.core.state import Lock, StateDir
 from pgcdc.event.batch import Batch, split_forms
 from pgcdc.event.events import block_schema, drop_unwanted, event_batch
 from pgcdc.event.frame import EventOptions
+from pgcdc.run.member import WriteFuture
 from pgcdc.run.table_reloads import TableReloads
 from pgcdc.sink.contract import Sink
 from pgcdc.sink.letters.stores import FileDeadLetters
@@ -75,7 +76,7 @@ class Mirror:
         self.runner.chain = lambda: column_chain(self.chain)
         self.runner.open(acked or initial)
         feed.last_status = self._status
-        member = SimpleNamespace(name=NAME, sink=self.runner, submit_other=lambda do: do())
+        member = SimpleNamespace(name=NAME, sink=self.runner, submit_other=_done)
         lanes: Any = SimpleNamespace(members=lambda: [member])
         self._reloads = TableReloads(feed, lanes, self.said.append)
         self._reloads._is_due = lambda: True  # type: ignore[assignment]
@@ -142,7 +143,7 @@ class Mirror:
                 return
 
     def is_quiet(self) -> bool:
-        going = [one for one in self.snapshots() if one["status"] not in ("done", "stopped") and not is_keyless(one)]
+        going = [one for one in self.snapshots() if one["status"] not in ("done", "stopped")]
         return not going and not self.runner.progress.holds
 
     def snapshots(self) -> list[dict[str, Any]]:
@@ -180,8 +181,11 @@ class Mirror:
             wait_until(lambda: Lock.holder(self.state.capture_lock) is None, 10, "the capture ends")
 
 
-def is_keyless(snapshot: dict[str, Any]) -> bool:
-    return snapshot["status"] == "failed" and "no primary key" in snapshot["error"]
+def _done(do: Callable[[], object]) -> WriteFuture:
+    do()
+    future = WriteFuture()
+    future.set_result(True)
+    return future
 
 
 _COLUMNS = """

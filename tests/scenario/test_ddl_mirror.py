@@ -53,7 +53,7 @@ CASES: dict[str, tuple[str, str]] = {
     "type without a rewrite": (EXACT, "ALTER TABLE t ALTER COLUMN c TYPE numeric(12,2)"),
     "type with USING": (RELOAD, "ALTER TABLE t ALTER COLUMN b TYPE int USING b * 2"),
     "incompatible type": (RELOAD, "ALTER TABLE t ALTER COLUMN a TYPE int USING length(a)"),
-    "drop and add, same name": (EXACT, "ALTER TABLE t DROP COLUMN c; ALTER TABLE t ADD COLUMN c numeric(10,2)"),
+    "drop and add, same name": (RELOAD, "ALTER TABLE t DROP COLUMN c; ALTER TABLE t ADD COLUMN c numeric(10,2)"),
     "drop and add, other type": (EXACT, "ALTER TABLE t DROP COLUMN a; ALTER TABLE t ADD COLUMN a int"),
     "drop and add with a constant": (EXACT, "ALTER TABLE t DROP COLUMN a; ALTER TABLE t ADD COLUMN a int DEFAULT 3"),
     "another key": (EXACT, "ALTER TABLE t DROP CONSTRAINT t_pkey; ALTER TABLE t ADD PRIMARY KEY (b)"),
@@ -117,7 +117,7 @@ TREES: dict[str, tuple[str, str]] = {
     "detach": (RELOAD, "ALTER TABLE p DETACH PARTITION p1"),
     "drop a partition": (RELOAD, "DROP TABLE p1"),
     "truncate a partition": (RELOAD, "TRUNCATE p1"),
-    "truncate all": (EXACT, "TRUNCATE p"),
+    "truncate all": (EITHER, "TRUNCATE p"),
     "move rows": (EXACT, "UPDATE p SET day = day + 10 WHERE day < 20"),
     "add a column": (EXACT, "ALTER TABLE p ADD COLUMN x int DEFAULT 4"),
     "attach and add a column": (
