@@ -19,8 +19,8 @@ from pgcdc.postgres.database import Connection, connect, explain_errors, name_ta
 from pgcdc.run.chains import Chains, check_target
 from pgcdc.run.control import list_snapshots
 from pgcdc.run.letter_service import make_store, name_pipeline
+from pgcdc.run.sentinel import wait_for
 from pgcdc.run.settings import PipelineSettings
-from pgcdc.run.verify.barrier import wait_for
 from pgcdc.run.verify.comparing import Comparison
 from pgcdc.run.verify.hashing import Key, must_use_md5
 from pgcdc.run.verify.plan import Pair, order_of, plan_pairs, quoted_columns, read_table, target_name
@@ -34,7 +34,7 @@ from pgcdc.source.postgres.setup.fingerprint import SlotDetails
 from pgcdc.source.postgres.setup.slots import identify
 from pgcdc.source.postgres.setup.tables import read_published
 
-BARRIER_TIMEOUT_S = 120.0
+BARRIER_TIMEOUT_S, POLL_S = 120.0, 0.05
 NAME = "pgcdc verify"
 
 ShowProgress = Callable[[str, int, int, bool], None]  # Table, rows, rows in all (about), whether it is complete
@@ -165,7 +165,7 @@ class Verify:
             if not pair.key:
                 why = "has no key" if not pair.table.key else "has a key that transforms drop or mask"
                 _add_note(result, f"the table {why}: its rows are counted, not compared one by one")
-            barrier = self._barrier(pair.spec.name)
+            barrier = self._barrier(pair)
             made = Comparison(pair.name, *sides, barrier, notebook, keys, bool(pair.key), self.options.keys, progress)
             if not result.is_done:
                 with explain_errors(f"compare table {pair.table.title}"):
@@ -189,15 +189,29 @@ class Verify:
                 self._letters[adapter] = list(store.find(query)) if isinstance(store, ReadableDeadLetters) else []
         return self._letters[adapter]
 
-    def _barrier(self, adapter: str) -> Callable[[], None]:
+    def _barrier(self, pair: Pair) -> Callable[[], None]:
+        adapter, oid = pair.spec.name, pair.table.relation.oid
+
         def pass_barrier() -> None:
             if self.options.at_rest and Lock.holder(self.state.run_lock) is None:
                 position = Progress(self.state.acks, adapter).position or Position.end(0)
             else:
                 position = self.wait(self.state, [adapter], BARRIER_TIMEOUT_S)
+                self._await_reload(adapter, oid, pair.table.title)
             self._notebook.position = self._notebook.position or str(position)
 
         return pass_barrier
+
+    def _await_reload(self, adapter: str, oid: int, table: str) -> None:
+        """A copy that is being replaced is not compared before it is whole."""
+        deadline = time.monotonic() + BARRIER_TIMEOUT_S
+        while oid in Progress(self.state.acks, adapter).holds:
+            if time.monotonic() > deadline:
+                raise StateError(
+                    f"adapter {adapter} has been replacing its copy of table {table} for {BARRIER_TIMEOUT_S:.0f} s",
+                    "Verify it when that is done: see pgcdc status",
+                )
+            time.sleep(POLL_S)
 
     def _pace(self, rows: int) -> None:
         """Rest after rows of the source, as the rate says."""
@@ -218,7 +232,7 @@ class Verify:
         here = read_table(self._source, table.relation.namespace, table.relation.name)
         there = read_table(target, *name)
         if {after for _, after in pair.kept} - there.keys():  # maybe they only come with the next rows
-            self._barrier(pair.spec.name)()
+            self._barrier(pair)()
             there = read_table(target, *name)
         place = quote_qualified(*name)
         if not there:  # rows of nothing
