@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -141,6 +142,17 @@ class Mirror:
                 continue
             if self.runner.ack.commit >= target and self.is_quiet() and also():
                 return
+
+    def settle_until(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+        """Deliver until something is so."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline
+            with suppress(ConnectionLost):
+                self.step()
+
+    def capture_pid(self) -> int | None:
+        return (Lock.holder(self.state.capture_lock) or {}).get("pid")
 
     def is_quiet(self) -> bool:
         going = [one for one in self.snapshots() if one["status"] not in ("done", "stopped")]
