@@ -46,6 +46,8 @@ def why_reload(change: ShapeChange, differences: Sequence[Difference], *, is_par
         return "its rows were rewritten by ALTER TABLE (a default that is computed, a type change)"
     if "published_changed" in kinds:
         return "the row filter or column list of its publication was changed"
+    if "updates_published" in kinds:
+        return "it had no key, so its updates and deletes were not published for a while"
     if kinds <= _FREE | {"partitions_changed"}:
         return ""
     if old is None or new is None:

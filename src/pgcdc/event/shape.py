@@ -280,6 +280,8 @@ def _diff_rows(
         ]
         if meant[0] != meant[1]:
             yield {"type": "published_changed", "old": rules[0], "new": rules[1]}
+    if before.get("is_inserts_only") and "natts" in after and not after.get("is_inserts_only"):
+        yield {"type": "updates_published"}
 
 
 def event_values(change: ShapeChange) -> list[bytes]:
@@ -315,6 +317,7 @@ _SAID = {
     "partitions_changed": "partitions changed: {added} added, {removed} removed, {rewritten} rewritten",
     "rewritten": "rows rewritten; columns altered: {columns}",
     "published_changed": "row filter or columns of the publication changed",
+    "updates_published": "updates and deletes are published from now on",
 }
 
 

@@ -21,7 +21,7 @@ from pgcdc.sink.holds import Hold, new_hold
 if TYPE_CHECKING:
     from pgcdc.run.supervisor import Lanes
 
-INTERVAL_S = 0.25
+INTERVAL_S, RETRY_S = 0.25, 5.0
 ASKED_FOR = "asked for by pgcdc resync"
 
 
@@ -32,6 +32,7 @@ class TableReloads:
         self._link, self._lanes, self._say = link, lanes, say
         self._asked: set[str] = set()
         self._handed_over: dict[str, list[WriteFuture]] = {}  # By request: what adapters do instead
+        self._refused: dict[str, Every] = {}  # When to ask again: the table may have been locked
         self._is_due = Every(INTERVAL_S)
 
     def follow(self) -> None:
@@ -40,7 +41,8 @@ class TableReloads:
         self._hold_added()
         for member in self._lanes.members():
             for oid, hold in list(member.sink.progress.holds.items()):
-                if hold.table and hold.id not in self._asked:
+                is_new = hold.table and hold.id not in self._asked
+                if is_new and (hold.id not in self._refused or self._refused[hold.id]()):
                     self._ask(member.name, oid, hold)
 
     def _hold_added(self) -> None:
@@ -67,7 +69,10 @@ class TableReloads:
         except ConnectionLost:
             return  # the next look tries again
         except PgcdcError as error:
-            self._say(f"adapter {adapter}: table {hold.table} cannot be read again: {error}")
+            if hold.id not in self._refused:
+                self._say(f"adapter {adapter}: table {hold.table} cannot be read again: {error}")
+            self._refused.setdefault(hold.id, Every(RETRY_S, RETRY_S))
+            return
         self._asked.add(hold.id)
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:

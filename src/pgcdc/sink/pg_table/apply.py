@@ -166,7 +166,8 @@ class Applier:
         target = writer.targets.of(source)
         key = choose_key(source, replace(target, primary_key=()) if target is not None else None, names)
         history = [change for change in self._shapes.changes if change.after.oid == run.relation.oid]
-        rebuild(writer.targets, source, key, history, self._taken(run.relation.oid, _LAST))
+        named = list(self._shapes.of(*source.name))
+        rebuild(writer.targets, source, key, history, self._taken(run.relation.oid, _LAST), named)
         writer.forget(source)
 
     def _taken(self, oid: int, position: Position) -> set[TableName]:

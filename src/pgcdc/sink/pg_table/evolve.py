@@ -66,9 +66,10 @@ def rebuild(
     key: tuple[str, ...],
     history: Sequence[ShapeChange],
     taken: Collection[TableName],
+    named: Sequence[ShapeChange] = (),
 ) -> None:
     """An empty table with the source's columns and key, whatever was there. Columns whose type is nobody's we know stay:
-    somebody has chosen it."""
+    somebody has chosen it. `named`: the shapes of other tables that had its name."""
     name, columns = targets.name_of(source.name), list(source.types)
     for one in history:  # it was renamed while it was left out
         old = targets.name_of((one.after.namespace, one.after.name))
@@ -81,7 +82,9 @@ def rebuild(
         return
     _truncate(targets, target)
     types, _ = targets.types(source, columns)
-    ours = {column: {kind for one in history for kind in _types_of(one).get(column, ())} for column in columns}
+    ours = {
+        column: {kind for one in (*history, *named) for kind in _types_of(one).get(column, ())} for column in columns
+    }
     for column, kind in types.items():
         had = target.columns.get(column)
         if had is not None and had.type != kind and (had.type in ours[column] or had.type == "text"):

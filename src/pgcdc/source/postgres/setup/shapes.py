@@ -48,6 +48,10 @@ SELECT r.prrelid::int8, pg_get_expr(r.prqual, r.prrelid),
 FROM pg_publication_rel r JOIN pg_publication p ON p.oid = r.prpubid
 WHERE p.pubname = ANY (%s) AND r.prrelid = ANY (%s::int8[]::oid[]) ORDER BY r.oid
 """
+_OPERATIONS = """
+SELECT r.prrelid::int8 FROM pg_publication_rel r JOIN pg_publication p ON p.oid = r.prpubid
+WHERE p.pubname = ANY (%s) AND r.prrelid = ANY (%s::int8[]::oid[]) GROUP BY 1 HAVING NOT bool_or(p.pubupdate AND p.pubdelete)
+"""
 _LABELS = """
 SELECT enumtypid::int8, array_agg(enumlabel::text ORDER BY enumsortorder) FROM pg_enum GROUP BY 1
 """
@@ -59,7 +63,7 @@ class CatalogEntry:
 
     columns: list[TableColumn]
     facts: dict[str, Any]
-    """As in the details of a shape: `natts`, `filenode`, `leaves`, `attached`, `joined` and `published`."""
+    """As in the details of a shape: `natts`, `filenode`, `leaves`, `attached`, `joined`, `published`, `is_inserts_only`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +89,7 @@ class CatalogLook:
         - of a root `leaves` with their filenodes by oid; `attached`, those of them that came with rows of their own; and
           `joined`, when each that was not made as a partition became one
         - `mixed`, its columns in which old rows have several constants
-        - `published`, the row filter and column list of the publications
+        - `published`, the row filter and column list of the publications; `is_inserts_only`: they send no updates or deletes
         - `is_proven`: the table had moved on, and what is not there is not known
         """
         entry = self.entries.get(shape.oid)
@@ -163,6 +167,8 @@ def _read_facts(sql: Connection, oids: list[int], publications: Sequence[str]) -
             if has_rows:
                 found[root]["attached"].append(leaf)
         _read_missing(sql, [found[root] for root in roots])
+    for (oid,) in sql.execute(_OPERATIONS, [list(publications), oids]).fetchall():
+        found.get(oid, {})["is_inserts_only"] = True
     if sql.info.server_version >= RULES_SINCE:
         rules: dict[int, list[tuple[str | None, list[str] | None]]] = {}
         for oid, *rule in sql.execute(_RULES, [list(publications), oids]).fetchall():

@@ -45,16 +45,26 @@ SELECT c.oid::int8, md5(concat_ws(' ', n.nspname, c.relname, c.relreplident, c.r
 FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE c.oid = ANY (%(oids)s::int8[]::oid[])
 """
 
+# Published tables that the stream has not shown, but of which something may have to be known before it does: a root, whose
+# partitions come and go without a row; and a table with the name of another one, whose rows the targets still have.
+_NEW = """
+SELECT r.prrelid::int8 FROM pg_publication_rel r JOIN pg_publication p ON p.oid = r.prpubid
+JOIN pg_class c ON c.oid = r.prrelid JOIN pg_namespace n ON n.oid = c.relnamespace
+WHERE p.pubname = ANY (%s) AND r.prrelid <> ALL (%s::int8[]::oid[]) AND (c.relkind = 'p' OR (n.nspname, c.relname) IN (
+    SELECT * FROM unnest(%s::text[], %s::text[])))
+"""
+
 
 class CatalogWatch:
-    """Of the tables that the stream has shown. Nothing of it survives a crash: the first look is at all of them."""
+    """Of the tables that the stream has shown, and of new ones that matter before it does. Nothing of it survives a crash:
+    the first look is at all of them."""
 
     def __init__(self, publications: Sequence[str], shapes: ShapeObserver, marks: Marks) -> None:
         self._publications = publications
         self._shapes = shapes
         self._marks = marks
         self._digests: dict[int, str] = {}
-        self._asked: dict[int, ShapeChange] = {}  # Tables with a mark on its way, as they were known
+        self._asked: dict[int, ShapeChange | None] = {}  # Tables with a mark on its way, as they were known
         self._due = 0.0
 
     def look(self, sql: Connection, *, at_once: bool = False) -> None:
@@ -81,6 +91,9 @@ class CatalogWatch:
         changed = [
             oid for oid, digest in digests.items() if self._digests.get(oid) != digest and oid not in self._asked
         ]
+        names = [(one.after.namespace, one.after.name) for one in known.values()]
+        query = [list(self._publications), list(known), [name[0] for name in names], [name[1] for name in names]]
+        changed += [oid for (oid,) in sql.execute(_NEW, query).fetchall() if oid not in self._asked]
         if not changed:
             return
         only = changed[0] if len(changed) == 1 else 0
@@ -89,8 +102,12 @@ class CatalogWatch:
         look = read_catalog(sql, shapes, self._publications)
         lsn = 0
         for shape in shapes:
-            details, before = look.describe(shape), known[shape.oid]
+            details, before = look.describe(shape), known.get(shape.oid)
             if details is None:  # it is being altered
+                continue
+            if before is None:
+                lsn = lsn or wal_place(sql)
+                self._ask(lsn, shape, details, None)
                 continue
             self._digests[shape.oid] = digests[shape.oid]
             if is_other(before, shape, details):
@@ -99,7 +116,7 @@ class CatalogWatch:
             else:
                 self._shapes.adopt(shape.oid, details)
 
-    def _ask(self, lsn: int, shape: Relation, details: Mapping[str, Any], before: ShapeChange) -> None:
+    def _ask(self, lsn: int, shape: Relation, details: Mapping[str, Any], before: ShapeChange | None) -> None:
         def make() -> Mark | None:
             if self._shapes.current.get(shape.oid) is before:
                 return Mark([schema_mark(details)], shape)
