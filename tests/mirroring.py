@@ -21,7 +21,7 @@ from pyspark.sql.types import BinaryType, BooleanType, StructField, StructType
 
 from pgcdc.core.errors import ConnectionLost
 from pgcdc.core.position import Position
-from pgcdc.core.state import Lock, StateDir
+from pgcdc.core.state import Identity, Lock, StateDir
 from pgcdc.event.batch import Batch, split_forms
 from pgcdc.event.events import block_schema, drop_unwanted, event_batch
 from pgcdc.event.frame import EventOptions
@@ -34,6 +34,7 @@ from pgcdc.sink.runner import Runner
 from pgcdc.sink.spec import DeliveryOptions
 from pgcdc.source.protocol import make_source
 from pgcdc.spark.source import ChangeSource
+from pgcdc.spool.consumers import MAIN
 from pgcdc.transform.program import compile_chains
 from pgcdc.transform.specs import Chain, column_chain
 
@@ -53,6 +54,7 @@ class Mirror:
         self._chain = program.source_options()
         self.options = {
             "url": database.url, "slot": f"s_{database.name}", "state_dir": str(self.state.path), "all_tables": "true",
+            "consumer": MAIN,
             **self._chain, **options,
         }  # fmt: skip
         self.said: list[str] = []
@@ -60,6 +62,7 @@ class Mirror:
         self.reader: Any = None
         self.runner: Any = None
         self.sink_options: dict[str, Any] = {}
+        self.delivery: dict[str, Any] = {}
         self._tables_due = 0.0
 
     def start(self) -> Mirror:
@@ -72,7 +75,12 @@ class Mirror:
         sink = self.make_sink()
         letters = FileDeadLetters(self.state.letters_file)
         self.runner = Runner(
-            sink, self.state.acks, NAME, DeliveryOptions(max_retries=0), dead_letters=letters, say=self.said.append
+            sink,
+            self.state.acks,
+            NAME,
+            DeliveryOptions(max_retries=0, **self.delivery),
+            dead_letters=letters,
+            say=self.said.append,
         )
         self.runner.chain = lambda: column_chain(self.chain)
         self.runner.open(acked or initial)
@@ -124,6 +132,11 @@ class Mirror:
         if time.monotonic() >= self._tables_due:
             self._tables_due = time.monotonic() + 0.5
             self.source.follow_tables(self.state)
+
+    def identity(self) -> Identity:
+        found = self.state.identity()
+        assert found is not None
+        return found
 
     def request(self, content: dict[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = self.reader._open().request(content)

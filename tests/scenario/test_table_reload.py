@@ -14,6 +14,9 @@ from mirroring import Mirror, compare
 from psycopg import sql
 from snapshots import Backfill
 
+from pgcdc.core.errors import SinkError
+from pgcdc.run.resync import Resync
+from pgcdc.run.table_reloads import hold_tables
 from pgcdc.sink.holds import new_hold
 
 
@@ -146,3 +149,38 @@ def test_only_the_addressed_adapter_gets_a_reload_and_no_query_sees_it(mirror: M
     # The initial snapshot, which is for everybody, and the change.
     assert [event["operation"] for event in query.of("t")] == ["SNAPSHOT"] * 50 + ["UPDATE"]
     query.close()
+
+
+def test_an_adapter_that_may_not_reload_stops_and_names_the_command_that_does(mirror: Mirror) -> None:
+    mirror.delivery = {"on_drift": "stop"}
+    mirror.run("CREATE TABLE t (id int PRIMARY KEY, v text)", "INSERT INTO t VALUES (1, 'v')")
+    mirror.start()
+    mirror.settle()
+    mirror.run("ALTER TABLE t ADD COLUMN x bigserial", "INSERT INTO t VALUES (2, 'v')")
+    with pytest.raises(SinkError, match="table t cannot follow its source") as caught:
+        mirror.settle()
+    assert caught.value.advice.endswith("pgcdc resync --table t --adapter copy")
+    captured = mirror.source.captured(mirror.identity())
+    mirror.end()
+    hold_tables(mirror.state, captured, ["t"], ["copy"])
+    mirror.start()
+    mirror.settle()
+    assert compare(mirror.database.url, mirror.target, ["t"]) == []
+
+
+def test_a_new_slot_brings_missed_deletes_to_a_mirror(mirror: Mirror) -> None:
+    mirror.run(
+        "CREATE TABLE t (id int PRIMARY KEY, v text)", "INSERT INTO t SELECT g, 'v' FROM generate_series(1, 500) g"
+    )
+    mirror.start()
+    mirror.settle()
+    mirror.end()
+    mirror.run(f"SELECT pg_drop_replication_slot('s_{mirror.database.name}')")
+    mirror.run("DELETE FROM t WHERE id > 400", "UPDATE t SET v = 'new' WHERE id < 10", "ALTER TABLE t ADD COLUMN n int")
+    with Resync(mirror.database.url, mirror.state.path) as resync:
+        plan = resync.plan()
+        assert any("adapter copy empties its copies of the tables" in line for line in plan), plan
+        resync.run()
+    mirror.start()
+    mirror.settle()
+    assert compare(mirror.database.url, mirror.target, ["t"]) == []

@@ -300,6 +300,12 @@ class Runner:
                     self.sink.write(batch)
                 return batch
             except ReloadNeeded as error:
+                if self.options.on_drift == "stop":
+                    name, reason = next(iter(error.tables.values()))
+                    raise SinkError(
+                        f"adapter {self.name}: table {name} cannot follow its source: {reason}",
+                        f"Replace the copy, then start again: pgcdc resync --table {name} --adapter {self.name}",
+                    ) from error
                 held = {oid: new_hold(*why) for oid, why in error.tables.items() if oid not in self.progress.holds}
                 if not held:
                     raise SinkError(f"adapter {self.name} cannot follow a table that it leaves out: {error}") from error
