@@ -167,14 +167,16 @@ class RedisSink(Sink):
         chain, needed = self._context.chain(), dict[int, tuple[str, str]]()
         self._context.shapes.refresh()
         for change in self._context.shapes.between(batch.start, batch.end):
-            is_held = change.after.oid in self._context.progress.holds
-            if change.before is None or is_held or not chain.is_routed(change.after):
+            is_held, after = change.after.oid in self._context.progress.holds, change.after
+            if is_held or not chain.is_routed(after):
                 continue
             differences, reason = follow_shape(change, chain)
+            if change.before is None:
+                reason = "it was dropped and made again" if self._context.shapes.takes_name(change) else ""
             if not reason and {one["type"] for one in differences} <= _HARMLESS:
                 continue
             if not self._is_sync or any(one["type"] == "table_renamed" for one in differences):
-                self._clear(self._prefix(change.before), str(change.position))
+                self._clear(self._prefix(change.before or after), str(change.position))
             if self._is_sync:
                 table = change.after.channel.partition(":")[2]
                 needed[change.after.oid] = (table, reason or "its name, key or columns were changed")
