@@ -29,6 +29,7 @@ from cast import SMALL_ROWS, measure_casting
 from decode import measure_decoding
 from fanout import MORE_SINKS, measure_blocked, measure_sinks
 from incremental import measure_beside, measure_initial
+from key_change import measure_key_change
 from large import drop_large, prepare_large, run_capture, run_pipeline
 from latency import measure_idle, measure_latency, measure_start
 from mirrors import measure_append, measure_apply, measure_three
@@ -550,6 +551,7 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {
     "three": measure_three,
     "webhook": measure_webhooks,
     "verify": measure_verify,
+    "key-change": measure_key_change,
     "tls": measure_tls,
     "peers": measure_peers,
     "large": measure_large,

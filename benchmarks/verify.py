@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import random
-import resource
 import statistics
 import subprocess
 import sys
@@ -124,7 +123,8 @@ def _child(source: str, target: str, state: str) -> None:
     spec = AdapterSpec("mirror", "pg_table", PgTableOptions(db=target, mode="apply"))
     config = PipelineSettings(db=source, state_dir=Path(state))
     report = Verify(config, Chains([spec], ()), VerifyOptions(at_rest=True)).run()
-    peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    (peak,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    peak_mb = int(peak.split()[1]) / 1024  # getrusage would count what the process was before exec
     wrong = sum(one.wrong for one in report.tables)
     print(json.dumps({"seconds": report.seconds, "peak_mb": peak_mb, "wrong": wrong, "rows": report.tables[0].rows}))
 

@@ -7,7 +7,9 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psycopg
@@ -17,17 +19,22 @@ from listening import wait_until
 from pyspark.sql.streaming.datasource import ReadMaxRows
 from pyspark.sql.types import BinaryType, BooleanType, StructField, StructType
 
-from pgcdc.core.errors import ConnectionLost, PgcdcError
+from pgcdc.core.errors import ConnectionLost
 from pgcdc.core.position import Position
-from pgcdc.core.state import Lock, StateDir
+from pgcdc.core.state import Identity, Lock, StateDir
 from pgcdc.event.batch import Batch, split_forms
 from pgcdc.event.events import block_schema, drop_unwanted, event_batch
 from pgcdc.event.frame import EventOptions
+from pgcdc.run.member import WriteFuture
+from pgcdc.run.table_reloads import TableReloads
+from pgcdc.sink.contract import Sink
 from pgcdc.sink.letters.stores import FileDeadLetters
 from pgcdc.sink.pg_table.options import PgTableOptions
 from pgcdc.sink.runner import Runner
 from pgcdc.sink.spec import DeliveryOptions
+from pgcdc.source.protocol import make_source
 from pgcdc.spark.source import ChangeSource
+from pgcdc.spool.consumers import MAIN
 from pgcdc.transform.program import compile_chains
 from pgcdc.transform.specs import Chain, column_chain
 
@@ -47,6 +54,7 @@ class Mirror:
         self._chain = program.source_options()
         self.options = {
             "url": database.url, "slot": f"s_{database.name}", "state_dir": str(self.state.path), "all_tables": "true",
+            "consumer": MAIN,
             **self._chain, **options,
         }  # fmt: skip
         self.said: list[str] = []
@@ -54,27 +62,48 @@ class Mirror:
         self.reader: Any = None
         self.runner: Any = None
         self.sink_options: dict[str, Any] = {}
-        self.begin: dict[str, Any] | None = None
+        self.delivery: dict[str, Any] = {}
+        self._tables_due = 0.0
 
     def start(self) -> Mirror:
         source = ChangeSource({**self.options})
         blocks = [StructField("block", BinaryType()), StructField("is_last", BooleanType())]
         self.reader = source.streamReader(StructType(blocks))
+        self.source = make_source(self.reader._options.source)
         feed = self.reader._open()
         initial, acked = feed.claim()
-        sink = PgTableOptions(db=self.target, mode="apply", **self.sink_options).make()
+        sink = self.make_sink()
         letters = FileDeadLetters(self.state.letters_file)
         self.runner = Runner(
-            sink, self.state.acks, NAME, DeliveryOptions(max_retries=0), dead_letters=letters, say=self.said.append
+            sink,
+            self.state.acks,
+            NAME,
+            DeliveryOptions(max_retries=0, **self.delivery),
+            dead_letters=letters,
+            say=self.said.append,
         )
         self.runner.chain = lambda: column_chain(self.chain)
         self.runner.open(acked or initial)
-        self.asked: set[str] = set()
+        feed.last_status = self._status
+        member = SimpleNamespace(name=NAME, sink=self.runner, submit_other=_done)
+        lanes: Any = SimpleNamespace(members=lambda: [member])
+        self._reloads = TableReloads(feed, lanes, self.said.append)
+        self._reloads._is_due = lambda: True  # type: ignore[assignment]
         return self
+
+    def _status(self) -> dict[str, Any]:
+        try:
+            return {"snapshots": self.snapshots()}
+        except ConnectionLost:
+            return {}
+
+    def make_sink(self) -> Sink:
+        return PgTableOptions(db=self.target, mode="apply", **self.sink_options).make()
 
     def step(self) -> bool:
         """One batch; False if there is none."""
-        self._ask()
+        self._reloads.follow()
+        self.follow_tables()
         start = max(self.reader._open().claim()[1], self.runner.ack).to_offset()
         end = self.reader.latestOffset(start, ReadMaxRows(100_000))
         if end == start:
@@ -98,18 +127,16 @@ class Mirror:
         events = pa.Table.from_batches([one.replace_schema_metadata() for one in made], schema)
         return split_forms(Batch(first, last, events), [(0, "tables")], [one.schema.metadata for one in made])[0]
 
-    def _ask(self) -> None:
-        for oid, hold in self.runner.progress.holds.items():
-            if hold.table and hold.id not in self.asked:
-                wanted = {"id": hold.id, "table": hold.table, "kind": "reload", "oid": oid, "adapters": [NAME]}
-                try:
-                    self.request({"do": "snapshot", "action": "add", **wanted})
-                except ConnectionLost:
-                    return
-                except PgcdcError as error:  # as the driver: it asks again, a table may have been locked
-                    self.said.append(f"table {hold.table} cannot be read again: {error}")
-                    continue
-                self.asked.add(hold.id)
+    def follow_tables(self) -> None:
+        """As the driver does: capture tables that were created meanwhile."""
+        if time.monotonic() >= self._tables_due:
+            self._tables_due = time.monotonic() + 0.5
+            self.source.follow_tables(self.state)
+
+    def identity(self) -> Identity:
+        found = self.state.identity()
+        assert found is not None
+        return found
 
     def request(self, content: dict[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = self.reader._open().request(content)
@@ -128,6 +155,17 @@ class Mirror:
                 continue
             if self.runner.ack.commit >= target and self.is_quiet() and also():
                 return
+
+    def settle_until(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+        """Deliver until something is so."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline
+            with suppress(ConnectionLost):
+                self.step()
+
+    def capture_pid(self) -> int | None:
+        return (Lock.holder(self.state.capture_lock) or {}).get("pid")
 
     def is_quiet(self) -> bool:
         going = [one for one in self.snapshots() if one["status"] not in ("done", "stopped")]
@@ -166,6 +204,13 @@ class Mirror:
         if holder and "pid" in holder:
             os.kill(holder["pid"], signal.SIGTERM)
             wait_until(lambda: Lock.holder(self.state.capture_lock) is None, 10, "the capture ends")
+
+
+def _done(do: Callable[[], object]) -> WriteFuture:
+    do()
+    future = WriteFuture()
+    future.set_result(True)
+    return future
 
 
 _COLUMNS = """

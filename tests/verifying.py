@@ -35,6 +35,8 @@ from pgcdc.source.postgres.setup.fingerprint import SlotDetails
 from pgcdc.source.postgres.setup.slots import identify
 from pgcdc.transform.program import compile_chains
 
+ITEMS = "CREATE TABLE items (id int PRIMARY KEY, name text, price numeric, at timestamptz)"
+ROWS = "INSERT INTO items SELECT n, 'item ' || n, n / 4.0, now() FROM generate_series(1, 1000) n"
 QUICK = DeliveryOptions(max_retries=2, backoff_base=0.01, backoff_cap=0.05, cb_max_failures=0)
 
 

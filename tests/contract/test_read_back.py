@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
-from sink_targets import END, START, Target, batch, batch_of, fresh, opened, to_line
+from sink_targets import END, START, TARGETS, Target, batch, batch_of, fresh, opened, to_line
 from targets.events import STREAM, event
 from targets.pg_table import ITEMS
 
+from pgcdc.core.failpoint import FailpointError
 from pgcdc.core.position import Position
 from pgcdc.core.relation import ShapeHistory
 from pgcdc.event.shape import TableShape
+from pgcdc.sink import row_store
 from pgcdc.sink.contract import Progress, SinkContext
 
 COLUMNS = ("id", "text", "never_there")
@@ -31,11 +33,19 @@ def read(target: Target) -> list[tuple[str | None, ...]]:
     return sorted(rows, key=str)
 
 
-@pytest.fixture
-def readable(target: Target) -> Iterator[Target]:
-    if not target.make().reads_back:
-        pytest.skip("it cannot be read back")
-    yield target
+@pytest.fixture(params=[name for name in TARGETS if name.startswith(("file", "folder", "redis", "pg_apply"))])
+def readable(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Target]:
+    monkeypatch.setattr(row_store, "BUFFERED_ROWS", 3)
+    with fresh(request.param) as made:
+        assert made.make().reads_back
+        yield made
+
+
+def test_no_target_that_reads_back_is_left_out() -> None:
+    known = {"file", "folder", "redis", "pg_table"}
+    for name in TARGETS:
+        with fresh(name) as made:
+            assert not made.make().reads_back or made.type in known, name
 
 
 def test_what_was_written_is_read_back_also_while_it_is_open(readable: Target) -> None:
@@ -82,3 +92,16 @@ def test_a_value_that_an_update_left_alone_is_the_one_before(name: str) -> None:
         moved["position"] = str(Position.at(120, 1))
         sink.write(batch_of(Position.at(110, 2), END, [to_line(moved)]))
         assert read(target) == [("2", "long" * 1000, None)]
+
+
+def test_parts_that_are_acknowledged_and_not_shown_yet_are_read_where_they_are(crash_at: Callable[[str], None]) -> None:
+    with fresh("folder") as target:
+        sink = target.sink()
+        sink.open(START)
+        crash_at("folder.before_shown@1")
+        with pytest.raises(FailpointError):
+            sink.write(batch(START, END))
+        assert read(target) == ALL
+        assert target.lines() == []  # its writer will show them
+        sink.write(batch_of(END, Position.end(160), []))
+        assert read(target) == ALL and len(target.lines()) == len(ALL)

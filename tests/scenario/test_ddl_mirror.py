@@ -2,75 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psycopg
 import pytest
 from databases import Database, drop_database
+from ddl_cases import CASES, DML, EITHER, EXACT, PARTITIONED, RELOAD, SETUP, TREES
 from mirroring import Mirror, compare
 from psycopg import sql
-
-SETUP = (
-    "CREATE TABLE t (id int PRIMARY KEY, a text, b int, c numeric(10,2))",
-    "INSERT INTO t SELECT g, 'a' || g, g, g / 3.0 FROM generate_series(1, 200) g",
-    "CREATE TABLE other (id int PRIMARY KEY, v text)",
-    "INSERT INTO other SELECT g, 'v' FROM generate_series(1, 20) g",
-)
-DML = (
-    "INSERT INTO t (id) VALUES (1001)",
-    "UPDATE t SET id = id + 2000 WHERE id = 5",
-    "DELETE FROM t WHERE id = 7",
-)
-EXACT, RELOAD = "exact", "reload"
-CASES: dict[str, tuple[str, str]] = {
-    "add a column": (EXACT, "ALTER TABLE t ADD COLUMN n int"),
-    "add a column with a constant": (EXACT, "ALTER TABLE t ADD COLUMN lvl int NOT NULL DEFAULT 7"),
-    "add a column with a quoted text": (EXACT, "ALTER TABLE t ADD COLUMN x text DEFAULT 'it''s {\"1\",2}'"),
-    "add a column with now()": (EXACT, "ALTER TABLE t ADD COLUMN x timestamptz DEFAULT now()"),
-    "add a column with an array": (EXACT, "ALTER TABLE t ADD COLUMN x int[] DEFAULT '{1,NULL,3}'"),
-    "add a column, another default": (
-        EXACT, "ALTER TABLE t ADD COLUMN x int DEFAULT 1; ALTER TABLE t ALTER COLUMN x SET DEFAULT 2"
-    ),
-    "add a column, no default": (
-        EXACT, "ALTER TABLE t ADD COLUMN x int DEFAULT 1; ALTER TABLE t ALTER COLUMN x DROP DEFAULT"
-    ),
-    "volatile default": (RELOAD, "ALTER TABLE t ADD COLUMN x double precision DEFAULT random()"),
-    "serial": (RELOAD, "ALTER TABLE t ADD COLUMN x bigserial"),
-    "identity": (RELOAD, "ALTER TABLE t ADD COLUMN x int GENERATED ALWAYS AS IDENTITY"),
-    "drop a column": (EXACT, "ALTER TABLE t DROP COLUMN b"),
-    "rename a column": (EXACT, "ALTER TABLE t RENAME COLUMN b TO b2"),
-    "exchange two columns": (
-        EXACT,
-        "ALTER TABLE t RENAME COLUMN a TO tmp; ALTER TABLE t RENAME COLUMN b TO a; ALTER TABLE t RENAME COLUMN tmp TO b",
-    ),
-    "rename, update, retype": (
-        RELOAD,
-        "ALTER TABLE t RENAME COLUMN a TO a2; UPDATE t SET a2 = 'x' WHERE id < 50; ALTER TABLE t ALTER COLUMN b TYPE bigint",
-    ),
-    "wider type": (RELOAD, "ALTER TABLE t ALTER COLUMN b TYPE bigint"),
-    "type without a rewrite": (EXACT, "ALTER TABLE t ALTER COLUMN c TYPE numeric(12,2)"),
-    "type with USING": (RELOAD, "ALTER TABLE t ALTER COLUMN b TYPE int USING b * 2"),
-    "incompatible type": (RELOAD, "ALTER TABLE t ALTER COLUMN a TYPE int USING length(a)"),
-    "drop and add, same name": (EXACT, "ALTER TABLE t DROP COLUMN c; ALTER TABLE t ADD COLUMN c numeric(10,2)"),
-    "drop and add, other type": (EXACT, "ALTER TABLE t DROP COLUMN a; ALTER TABLE t ADD COLUMN a int"),
-    "drop and add with a constant": (EXACT, "ALTER TABLE t DROP COLUMN a; ALTER TABLE t ADD COLUMN a int DEFAULT 3"),
-    "another key": (EXACT, "ALTER TABLE t DROP CONSTRAINT t_pkey; ALTER TABLE t ADD PRIMARY KEY (b)"),
-    "key from a new column": (
-        RELOAD,
-        "ALTER TABLE t DROP CONSTRAINT t_pkey; ALTER TABLE t ADD COLUMN sid bigserial; ALTER TABLE t ADD PRIMARY KEY (sid)",
-    ),
-    "key of two columns": (EXACT, "ALTER TABLE t DROP CONSTRAINT t_pkey; ALTER TABLE t ADD PRIMARY KEY (id, b)"),
-    "rename the table": (EXACT, "ALTER TABLE t RENAME TO t2"),
-    "move the table": (EXACT, "CREATE SCHEMA s2; ALTER TABLE t SET SCHEMA s2"),
-    "replica identity full": (EXACT, "ALTER TABLE t REPLICA IDENTITY FULL"),
-    "vacuum full": (EXACT, "VACUUM FULL t"),
-    "cluster": (EXACT, "CLUSTER t USING t_pkey"),
-    "truncate": (EXACT, "TRUNCATE t"),
-    "exchange two tables": (
-        RELOAD, "ALTER TABLE t RENAME TO tmp; ALTER TABLE other RENAME TO t; ALTER TABLE tmp RENAME TO other"
-    ),
-}  # fmt: skip
 
 
 @pytest.fixture
@@ -99,20 +39,33 @@ def tables_of(database: Database) -> list[str]:
 def test_it_is_followed(mirror: Mirror, case: str, then: str) -> None:
     how, script = CASES[case]
     mirror.run(*SETUP)
+    follow(mirror, how, script, DML if then == "dml" else ())
+
+
+@pytest.mark.parametrize("case", TREES)
+def test_a_tree_of_partitions_is_one_table_at_the_mirror(mirror: Mirror, case: str) -> None:
+    how, script = TREES[case]
+    mirror.run(*PARTITIONED)
+    follow(mirror, how, script)
+    assert compare(mirror.database.url, mirror.target, ["p"]) == []
+    with psycopg.connect(mirror.target) as conn:
+        assert conn.execute("SELECT to_regclass('p0')").fetchone() == (None,)
+
+
+def follow(mirror: Mirror, how: str, script: str, then: Sequence[str] = ()) -> None:
     mirror.start()
     mirror.settle()
     for statement in script.split("; "):
         mirror.run(statement)
-    if then == "dml":
-        for statement in DML:
-            try:
-                mirror.run(statement.replace("TABLE t ", "TABLE t "))
-            except psycopg.Error:
-                continue  # the table has other columns or another name now
+    for statement in then:
+        try:
+            mirror.run(statement)
+        except psycopg.Error:
+            continue  # the table has other columns or another name now
 
     def is_done() -> bool:
         is_reloaded = any("It is read again" in one for one in mirror.said)
-        return is_reloaded == (how == RELOAD) and not compare(
+        return how in (EITHER, RELOAD if is_reloaded else EXACT) and not compare(
             mirror.database.url, mirror.target, tables_of(mirror.database)
         )
 

@@ -15,7 +15,8 @@ import contents
 import psycopg
 import pytest
 from databases import Database
-from listening import Listener, wait_until
+from listening import wait_until
+from mirror_listening import ListeningMirror
 
 from pgcdc.playground import shop
 
@@ -25,20 +26,6 @@ EVENTS = (
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-
-
-class Mirror(Listener):
-    """Applies the changes of one database to another."""
-
-    adapter = "pg_table"
-
-    def __init__(self, source: str, target: str, folder: Path, *flags: str, slot: str) -> None:
-        folder.mkdir()
-        super().__init__(source, folder, *flags, slot=slot, env={"PGCDC_PG_TABLE_DB": target})
-        self.target = target
-
-    def adapter_flags(self) -> tuple[str, ...]:
-        return "--pg-table-mode", "apply"
 
 
 @pytest.fixture
@@ -76,7 +63,7 @@ def _drop_origin(admin: psycopg.Connection[tuple[object, ...]], origin: str) -> 
 def test_kill_9_at_every_step_leaves_both_databases_equal(database: Database, other: Database, tmp_path: Path) -> None:
     with database.connect() as conn:
         shop.create_tables(conn)
-    one = Mirror(database.url, other.url, tmp_path / "run", "--all-tables", slot="m1")
+    one = ListeningMirror(database.url, other.url, tmp_path / "run", "--all-tables", slot="m1")
     try:
         one.start(wait=False, env={"PGCDC_FAILPOINTS": "pg_table.committed=kill@2"})
         wait_until(lambda: bool(one.ack()), 90, "the sink is open")
@@ -110,8 +97,8 @@ def test_two_databases_mirror_each_other_without_loops_across_a_restart(
     for one in (database, other):
         one.execute("CREATE TABLE notes (id int PRIMARY KEY, author text, version int)")
     flags = ("--tables", "notes", "--origin", "none")
-    there = Mirror(database.url, other.url, tmp_path / "there", *flags, slot="there")
-    back = Mirror(other.url, database.url, tmp_path / "back", *flags, slot="back")
+    there = ListeningMirror(database.url, other.url, tmp_path / "there", *flags, slot="there")
+    back = ListeningMirror(other.url, database.url, tmp_path / "back", *flags, slot="back")
 
     def rows(one: Database) -> list[tuple[object, ...]]:
         return one.query("SELECT * FROM notes ORDER BY id")

@@ -302,6 +302,7 @@ def test_what_the_catalog_says_of_a_shape(database: Database) -> None:
         published = shape("id", "region", "mood", "p")
         found = describe(published)
         assert found is not None
+        assert [one.pop("since").isdigit() for one in found["columns"]] == [True] * 4
         assert found["columns"] == [
             {"name": "id", "attnum": 2, "type": "integer", "ndims": 0, "not_null": True},
             {"name": "region", "attnum": 3, "type": "text", "ndims": 0, "not_null": True},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +12,11 @@ import pytest
 from databases import Database, drop_database
 from mirroring import Mirror, compare
 from psycopg import sql
+from snapshots import Backfill
 
+from pgcdc.core.errors import SinkError
+from pgcdc.run.resync import Resync
+from pgcdc.run.table_reloads import hold_tables
 from pgcdc.sink.holds import new_hold
 
 
@@ -29,6 +35,34 @@ def mirror(database: Database, tmp_path: Path) -> Iterator[Mirror]:
 
 def _oid(mirror: Mirror, table: str) -> int:
     return int(mirror.database.query("SELECT %s::regclass::oid::int8", [table])[0][0])
+
+
+class Traffic:
+    """Updates of single rows, as quick as one connection can."""
+
+    def __init__(self, mirror: Mirror) -> None:
+        self._url, self._ended, self._count = mirror.database.url, threading.Event(), 0
+
+    def __enter__(self) -> Traffic:
+        self._thread = threading.Thread(target=self._write)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def commits_since_start(self) -> int:
+        return self._count
+
+    def _write(self) -> None:
+        chance = random.Random(1)
+        with psycopg.connect(self._url, autocommit=True) as conn:
+            while not self._ended.wait(0.002):
+                conn.execute("UPDATE t SET v = %s WHERE id = %s", (str(self._count), chance.randint(1, 3000)))
+                if not self._count % 10:
+                    conn.execute("DELETE FROM t WHERE id = %s", (chance.randint(1, 3000),))
+                self._count += 1
 
 
 def _at_target(mirror: Mirror, *statements: str) -> None:
@@ -52,3 +86,101 @@ def test_a_copy_that_somebody_spoilt_is_replaced(mirror: Mirror, key: str) -> No
     mirror.settle()
     assert compare(mirror.database.url, mirror.target, ["t", "other"]) == []
     assert mirror.dead_letters() == []
+
+
+POINTS = ["reload.read=kill", "reload.released=kill@1", "reload.released=kill@2", "releases.after_log=kill@2"]
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_reload_survives_kills_of_the_capture(mirror: Mirror, point: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mirror.run("CREATE TABLE t (id int PRIMARY KEY, v text, long text)")
+    mirror.run("INSERT INTO t SELECT g, 'v', repeat(md5(g::text), 200) FROM generate_series(1, 3000) g")
+    mirror.start()
+    mirror.settle()
+    mirror.end()
+    monkeypatch.setenv("PGCDC_FAILPOINTS", point)
+    mirror.start()
+    monkeypatch.delenv("PGCDC_FAILPOINTS")
+    before = mirror.capture_pid()
+    _at_target(mirror, "DELETE FROM t WHERE id < 100", "UPDATE t SET v = 'bad' WHERE id > 2000")
+    mirror.runner.holds.add({_oid(mirror, "t"): new_hold("t", "a test")})
+    with Traffic(mirror) as traffic:
+        mirror.settle_until(lambda: mirror.capture_pid() not in (None, before))
+        assert traffic.commits_since_start() > 0, "changes were in flight"
+        mirror.restart()
+    mirror.settle()
+    assert compare(mirror.database.url, mirror.target, ["t"]) == []
+    assert mirror.dead_letters() == []
+
+
+def test_a_reload_begins_again_when_the_table_is_altered_meanwhile(
+    mirror: Mirror, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mirror.run("CREATE TABLE t (id int PRIMARY KEY, v text)")
+    mirror.run("INSERT INTO t SELECT g, 'v' FROM generate_series(1, 2000) g")
+    mirror.start()
+    mirror.settle()
+    for statement in (
+        "ALTER TABLE t ADD COLUMN a int DEFAULT 1",
+        "ALTER TABLE t DROP CONSTRAINT t_pkey",
+        "ALTER TABLE t ADD COLUMN s bigserial PRIMARY KEY",
+    ):
+        mirror.runner.holds.add({_oid(mirror, "t"): new_hold("t", "a test")})
+        mirror.step()
+        mirror.run(statement, "INSERT INTO t (id, v) SELECT max(id) + 1, 'new' FROM t")
+    mirror.settle()
+    assert compare(mirror.database.url, mirror.target, ["t"]) == []
+
+
+def test_only_the_addressed_adapter_gets_a_reload_and_no_query_sees_it(mirror: Mirror, tmp_path: Path) -> None:
+    mirror.run(
+        "CREATE TABLE t (id int PRIMARY KEY, v text)", "INSERT INTO t SELECT g, 'v' FROM generate_series(1, 50) g"
+    )
+    mirror.start()
+    mirror.settle()
+    query = Backfill(mirror.database, tmp_path, slot=f"s_{mirror.database.name}", consumer="another")
+    query.state = mirror.state
+    query.options["state_dir"] = str(mirror.state.path)
+    query.load()
+    mirror.runner.holds.add({_oid(mirror, "t"): new_hold("t", "a test")})
+    mirror.run("UPDATE t SET v = 'new' WHERE id = 3")
+    mirror.settle()
+    query.pull()
+    # The initial snapshot, which is for everybody, and the change.
+    assert [event["operation"] for event in query.of("t")] == ["SNAPSHOT"] * 50 + ["UPDATE"]
+    query.close()
+
+
+def test_an_adapter_that_may_not_reload_stops_and_names_the_command_that_does(mirror: Mirror) -> None:
+    mirror.delivery = {"on_drift": "stop"}
+    mirror.run("CREATE TABLE t (id int PRIMARY KEY, v text)", "INSERT INTO t VALUES (1, 'v')")
+    mirror.start()
+    mirror.settle()
+    mirror.run("ALTER TABLE t ADD COLUMN x bigserial", "INSERT INTO t VALUES (2, 'v')")
+    with pytest.raises(SinkError, match="table t cannot follow its source") as caught:
+        mirror.settle()
+    assert caught.value.advice.endswith("pgcdc resync --table t --adapter copy")
+    captured = mirror.source.captured(mirror.identity())
+    mirror.end()
+    hold_tables(mirror.state, captured, ["t"], ["copy"])
+    mirror.start()
+    mirror.settle()
+    assert compare(mirror.database.url, mirror.target, ["t"]) == []
+
+
+def test_a_new_slot_brings_missed_deletes_to_a_mirror(mirror: Mirror) -> None:
+    mirror.run(
+        "CREATE TABLE t (id int PRIMARY KEY, v text)", "INSERT INTO t SELECT g, 'v' FROM generate_series(1, 500) g"
+    )
+    mirror.start()
+    mirror.settle()
+    mirror.end()
+    mirror.run(f"SELECT pg_drop_replication_slot('s_{mirror.database.name}')")
+    mirror.run("DELETE FROM t WHERE id > 400", "UPDATE t SET v = 'new' WHERE id < 10", "ALTER TABLE t ADD COLUMN n int")
+    with Resync(mirror.database.url, mirror.state.path) as resync:
+        plan = resync.plan()
+        assert any("adapter copy empties its copies of the tables" in line for line in plan), plan
+        resync.run()
+    mirror.start()
+    mirror.settle()
+    assert compare(mirror.database.url, mirror.target, ["t"]) == []

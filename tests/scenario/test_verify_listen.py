@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -15,45 +14,13 @@ import psycopg
 import pytest
 from applying import two_databases
 from databases import Database
-from listening import Listener, wait_until
+from listening import wait_until
+from mirror_listening import ListeningMirror
 
 from pgcdc.core.state import read_json
 from pgcdc.playground.postgres import EmbeddedPostgres
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-
-
-class Mirror(Listener):
-    """Applies the changes of one database to another."""
-
-    adapter = "pg_table"
-
-    def __init__(self, source: str, target: str, folder: Path, *flags: str) -> None:
-        super().__init__(source, folder, *flags, env={"PGCDC_PG_TABLE_DB": target})
-
-    def adapter_flags(self) -> tuple[str, ...]:
-        return "--pg-table-mode", "apply"
-
-    def verify(self, *flags: str) -> subprocess.CompletedProcess[str]:
-        command = [
-            sys.executable,
-            "-m",
-            "pgcdc",
-            "verify",
-            "--state-dir",
-            str(self.state.path),
-            "--adapter",
-            "pg_table",
-        ]
-        environment = {**os.environ, "PGCDC_DB": self.url, **self.env}
-        return subprocess.run(
-            [*command, *self.adapter_flags(), *flags],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
 
 
 @contextmanager
@@ -82,7 +49,7 @@ def test_beside_a_running_pipeline(postgres: EmbeddedPostgres, tmp_path: Path) -
     with two_databases(postgres) as (source, target):
         with psycopg.connect(source, autocommit=True) as conn:
             conn.execute("CREATE TABLE items (id int PRIMARY KEY, n int, word text)")
-        one = Mirror(source, target, tmp_path, "--all-tables")
+        one = ListeningMirror(source, target, tmp_path, "--all-tables")
         try:
             one.start()
             with psycopg.connect(source, autocommit=True) as conn:
@@ -111,13 +78,16 @@ def test_beside_a_running_pipeline(postgres: EmbeddedPostgres, tmp_path: Path) -
             done = one.verify()
             assert done.returncode == 2 and "does not run" in done.stderr and "--at-rest" in done.stderr
             assert one.verify("--at-rest").returncode == 1
+            one.url = target
+            done = one.verify("--at-rest")
+            assert done.returncode == 2 and "belongs to" in done.stderr
             assert read_json(one.state.path / "verify_last.json")["adapters"]["pg_table"]["missing"] == 1
         finally:
             one.kill_all()
 
 
 def test_wrong_commands_are_refused(database: Database, tmp_path: Path) -> None:
-    one = Mirror(database.url, database.url, tmp_path, "--all-tables")
+    one = ListeningMirror(database.url, database.url, tmp_path, "--all-tables")
     for flags, text in (
         ((), "is not a state directory"),
         (("--keys", "-1"), "--keys"),

@@ -176,7 +176,7 @@ def test_it_runs_now_and_then_as_the_file_says(tmp_path: Path, text: str) -> Non
     beside = VerifyBeside(config, StateDir(tmp_path), lambda text: None)
     assert beside._every_s == 6 * 3600
     (tmp_path / "pgcdc.yaml").write_text("adapters: [noop]\ntables: [orders]\nverify: {every: often}\n")
-    with pytest.raises(PgcdcError, match=r"verify.every"):
+    with pytest.raises(PgcdcError, match=r"verify\.every"):
         load_config({}, {"PGCDC_DB": "postgresql://localhost/shop"}, tmp_path / "pgcdc.yaml")
 
 

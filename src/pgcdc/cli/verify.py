@@ -11,7 +11,7 @@ import typer
 
 from pgcdc.cli.flags import CONFIG_OPTION, SettingsCommand, given_flags
 from pgcdc.cli.report import exit_on_error, print_table, say
-from pgcdc.core.errors import ConfigError
+from pgcdc.core.errors import ConfigError, PgcdcError
 
 if TYPE_CHECKING:
     from pgcdc.config.layers import Loaded
@@ -55,6 +55,9 @@ def verify(
         progress = CopyProgress()
         try:
             report = Verify(settings, chains, options, say, progress).run()
+        except PgcdcError as error:
+            error.exit_code = max(error.exit_code, 2)  # type: ignore[misc]  # 1 says that something differs
+            raise
         finally:
             progress.close()
         print(json.dumps(report.to_json())) if as_json else print_report(report)

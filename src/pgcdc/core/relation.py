@@ -194,6 +194,11 @@ class ShapeHistory:
         """Changes of one table, oldest first."""
         return (change for change in self.changes if change.concerns(namespace, name))
 
+    def takes_name(self, change: ShapeChange) -> bool:
+        """Whether another table had the name that this one has from here on."""
+        named = self.of(change.after.namespace, change.after.name)
+        return any(one.after.oid != change.after.oid for one in named if one.position < change.position)
+
     def in_force(self, namespace: str, name: str, position: Position) -> ShapeChange | None:
         """The table's shape for changes directly after `position`; None if it was not seen before."""
         earlier = [change for change in self.of(namespace, name) if change.position <= position]

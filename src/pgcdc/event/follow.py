@@ -52,11 +52,15 @@ def why_reload(change: ShapeChange, differences: Sequence[Difference], *, is_par
         return ""
     if old is None or new is None:
         return "it was altered again before its catalog could be read, so its old rows are not known"
+    if change.position.is_snapshot and change.before == change.after and kinds.intersection(NEW_VALUES):
+        return "a column was dropped and added again, and rows came before that was noticed"
     if is_partial and kinds.intersection(NEW_VALUES):
         return "its columns were changed, and only the transforms know what becomes of old rows"
     added = sum(one["type"] in _ADDED for one in differences)
     if "natts" in old and "natts" in new and new["natts"] - old["natts"] != added and kinds.intersection(NEW_VALUES):
         return "columns were added and dropped in between"
+    if any(one["type"] in _ADDED and one["column"] in new.get("mixed", ()) for one in differences):
+        return "its partitions have different values in a new column"
     if kinds.intersection(NEW_VALUES) and not _is_same_file(old, new):
         return "its rows were rewritten by ALTER TABLE (a default that is computed, a type change)"
     return ""

@@ -4,6 +4,8 @@ well; and users hold tables themselves, of a pipeline that runs or one that has 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pgcdc.capture.control import CaptureLink, ask
@@ -11,6 +13,7 @@ from pgcdc.core.errors import ConfigError, ConnectionLost, PgcdcError, StateErro
 from pgcdc.core.relation import Relation
 from pgcdc.core.state import Lock, StateDir
 from pgcdc.postgres.database import name_table, split_table
+from pgcdc.run.member import WriteFuture
 from pgcdc.run.progress import Every
 from pgcdc.sink.contract import Progress
 from pgcdc.sink.holds import Hold, new_hold
@@ -28,17 +31,36 @@ class TableReloads:
     def __init__(self, link: CaptureLink, lanes: Lanes, say: Callable[[str], None]) -> None:
         self._link, self._lanes, self._say = link, lanes, say
         self._asked: set[str] = set()
+        self._handed_over: dict[str, list[WriteFuture]] = {}  # By request: what adapters do instead
         self._refused: dict[str, Every] = {}  # When to ask again: the table may have been locked
         self._is_due = Every(INTERVAL_S)
 
     def follow(self) -> None:
         if not self._is_due():
             return
+        self._hold_added()
         for member in self._lanes.members():
             for oid, hold in list(member.sink.progress.holds.items()):
                 is_new = hold.table and hold.id not in self._asked
                 if is_new and (hold.id not in self._refused or self._refused[hold.id]()):
                     self._ask(member.name, oid, hold)
+
+    def _hold_added(self) -> None:
+        """A new table without a key cannot be read row by row beside the stream. Copies of it can be made as a whole."""
+        for one in self._link.last_status().get("snapshots", ()):
+            if one["kind"] != "added" or one["status"] != "failed":
+                continue
+            if one["id"] not in self._handed_over:
+                held = {one["oid"]: new_hold(one["table"], "it has no key, and had rows before it was captured")}
+                keyed = [member for member in self._lanes.members() if member.sink.progress.is_keyed]
+                done = [member.submit_other(partial(member.sink.holds.add, held)) for member in keyed]
+                self._handed_over[one["id"]] = done
+                for member in keyed:
+                    self._say(f"adapter {member.name}: table {one['table']} has no key. It is read again as a whole")
+            elif (done := self._handed_over[one["id"]]) and all(write.done() for write in done):
+                with suppress(PgcdcError):  # the next start holds it again
+                    self._link.request({"do": "snapshot", "action": "stop", "id": one["id"]})
+                self._handed_over[one["id"]] = []
 
     def _ask(self, adapter: str, oid: int, hold: Hold) -> None:
         wanted = {"id": hold.id, "table": hold.table, "kind": "reload", "oid": oid, "adapters": [adapter]}

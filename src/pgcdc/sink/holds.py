@@ -82,7 +82,7 @@ class Holds:
         for letter in letters:
             if self._adapter not in letter.adapters:
                 keep &= ~_within(positions, letter.first, letter.last)
-        if self._is_keyed and len(batch):
+        if self._is_keyed and len(batch) and batch.form == "tables":
             keep &= self._kept(batch, positions)
         return batch if keep.all() else replace(batch, events=batch.events.filter(pa.array(keep)))
 

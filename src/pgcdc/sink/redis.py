@@ -18,13 +18,14 @@ from urllib.parse import parse_qsl, urlsplit
 import orjson
 import pyarrow as pa
 
-from pgcdc.core.errors import ConfigError, Reject, SinkError, SinkRejected, SinkUnavailable
+from pgcdc.core.errors import ConfigError, Reject, ReloadNeeded, SinkError, SinkRejected, SinkUnavailable
 from pgcdc.core.failpoint import hit
 from pgcdc.core.position import Position
 from pgcdc.core.relation import Op, Relation
 from pgcdc.core.settings import setting
 from pgcdc.event.batch import Batch
 from pgcdc.event.changes import check_keys, key_columns, keyed_changes, parts_of
+from pgcdc.event.follow import follow_shape
 from pgcdc.event.forms import Form
 from pgcdc.event.shape import TableShape
 from pgcdc.sink.contract import Sink, SinkContext, explained
@@ -32,6 +33,7 @@ from pgcdc.sink.row_store import RowStore
 from pgcdc.sink.spec import SourceView, UrlOptions
 
 PART_EVENTS, PART_BYTES = 1000, 4 << 20
+_HARMLESS = {"columns_reordered", "replica_identity_changed", "types_changed", "partitions_changed"}
 _Change = tuple[str, str, str, tuple[str, ...], bytes]
 """Position, key, the row's previous key (empty: only a deletion), columns that were not sent, value (empty: delete)."""
 _OPEN = """
@@ -129,6 +131,7 @@ class RedisSink(Sink):
 
         self.close()
         progress, options, self._name, self._say = context.progress, self._options, context.name, context.say
+        self._context = context
         whose = f"{progress.owner}:{context.stream}:{options.mode}:{options.id_column}"  # others have left other keys
         self._keys = [f"{options.key_prefix}:pgcdc:{kind}:{whose}" for kind in ("position", "refused")]
         # Where keys are only deleted, a server without them lacks nothing.
@@ -152,11 +155,33 @@ class RedisSink(Sink):
             self._client.close()
 
     def write(self, batch: Batch) -> None:
+        self._follow(batch)
         for part in parts_of(batch.after(Position.parse(self._at)), PART_EVENTS, PART_BYTES):
             hit("redis.before_write")
             self._write(part, str(part.end))
         hit("redis.before_fsync")
         self._settle()
+
+    def _follow(self, batch: Batch) -> None:
+        """Where a table has another name, key or columns, its keys go. ReloadNeeded: its rows come again in the new form."""
+        chain, needed = self._context.chain(), dict[int, tuple[str, str]]()
+        self._context.shapes.refresh()
+        for change in self._context.shapes.between(batch.start, batch.end):
+            is_held, after = change.after.oid in self._context.progress.holds, change.after
+            if is_held or not chain.is_routed(after):
+                continue
+            differences, reason = follow_shape(change, chain)
+            if change.before is None:
+                reason = "it was dropped and made again" if self._context.shapes.takes_name(change) else ""
+            if not reason and {one["type"] for one in differences} <= _HARMLESS:
+                continue
+            if not self._is_sync or any(one["type"] == "table_renamed" for one in differences):
+                self._clear(self._prefix(change.before or after), str(change.position))
+            if self._is_sync:
+                table = change.after.channel.partition(":")[2]
+                needed[change.after.oid] = (table, reason or "its name, key or columns were changed")
+        if needed:
+            raise ReloadNeeded(tables=needed)
 
     def redeliver(self, batch: Batch) -> Collection[str]:
         left = self._write(batch, self._at, "replay" if self._is_sync else "")

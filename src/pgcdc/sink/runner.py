@@ -281,7 +281,7 @@ class Runner:
         began = self.attempts.clock.now()
         self._now = part
         try:
-            rest = self._put(rest)
+            rest = self._put(self._as_taken(rest))
         except BaseException as error:
             self.progress.next_detail = None
             if isinstance(error, SinkError):
@@ -300,6 +300,12 @@ class Runner:
                     self.sink.write(batch)
                 return batch
             except ReloadNeeded as error:
+                if self.options.on_drift == "stop":
+                    name, reason = next(iter(error.tables.values()))
+                    raise SinkError(
+                        f"adapter {self.name}: table {name} cannot follow its source: {reason}",
+                        f"Replace the copy, then start again: pgcdc resync --table {name} --adapter {self.name}",
+                    ) from error
                 held = {oid: new_hold(*why) for oid, why in error.tables.items() if oid not in self.progress.holds}
                 if not held:
                     raise SinkError(f"adapter {self.name} cannot follow a table that it leaves out: {error}") from error
@@ -337,7 +343,7 @@ class Runner:
     def _write(self, whole: Batch) -> Position | None:
         """Deliver a batch; refused events go to the dead letters first. Returns the end of a batch with a refused event that
         nobody has named: bisection finds it."""
-        whole = self.holds.take(self._as_taken(whole))
+        whole = self.holds.take(whole)
         part, out = whole, set[str]()
         while True:
             self.attempts.pass_breaker()

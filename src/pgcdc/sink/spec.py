@@ -54,6 +54,9 @@ class DeliveryOptions(Options):
     dead_letter_limit: int = setting(
         1000, "more refused events in a row stop the pipeline; 0: any number may be refused", ge=0
     )
+    on_drift: Literal["reload", "stop"] = setting(
+        "reload", "a copy of a table that cannot follow its source is replaced, or the adapter stops"
+    )
 
 
 @dataclass(frozen=True, slots=True)

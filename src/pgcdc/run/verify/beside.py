@@ -7,6 +7,7 @@ import json
 import pickle
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -79,8 +80,8 @@ def run_child() -> int:
     keep_secrets([config.db, config.dlq_db], chains.specs, chains.transforms)
     try:
         report = Verify(config, chains).run()
-    except PgcdcError as error:
-        print(error, flush=True)
-        return error.exit_code
+    except Exception as error:  # 1 says that something differs, also of Python itself
+        print(error if isinstance(error, PgcdcError) else traceback.format_exc(), flush=True)
+        return 2
     print(json.dumps(report.to_json()), flush=True)
     return report.exit_code

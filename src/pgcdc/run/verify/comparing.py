@@ -14,8 +14,8 @@ from pgcdc.run.verify.sides import ALL, Range, Side, SqlSide
 RANGE_ROWS, RANGE_BUCKETS = 50_000, 1 << 10
 BUCKETS = 1 << 16  # Of a table that is not cut into ranges
 GROUP_RANGES = 40  # Compared after one barrier
-GROUP_ROWS = 200_000  # Held at a time, of buckets that differ
-SETTLED_KEYS = 10_000  # Looked at together
+GROUP_ROWS = 400_000  # Held at a time, of buckets that differ
+SETTLED_KEYS = 50_000  # Looked at together
 
 Progress = Callable[[int, bool], None]  # Rows that are compared, and whether they are all
 

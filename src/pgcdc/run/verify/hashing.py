@@ -7,6 +7,8 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import psycopg
+
 from pgcdc.postgres.database import Connection
 
 WRAP = 1 << 64
@@ -82,8 +84,6 @@ def must_use_md5(*servers: Connection) -> bool:
 
 
 def _ask(conn: Connection, query: str) -> object:
-    import psycopg
-
     try:
         return psycopg.RawCursor(conn).execute(query.encode(), [PROBE]).fetchone()
     except psycopg.DataError:  # it does not have these characters

@@ -19,11 +19,11 @@ from pgcdc.postgres.database import Connection, connect, explain_errors, name_ta
 from pgcdc.run.chains import Chains, check_target
 from pgcdc.run.control import list_snapshots
 from pgcdc.run.letter_service import make_store, name_pipeline
+from pgcdc.run.sentinel import wait_for
 from pgcdc.run.settings import PipelineSettings
-from pgcdc.run.verify.barrier import wait_for
 from pgcdc.run.verify.comparing import Comparison
 from pgcdc.run.verify.hashing import Key, must_use_md5
-from pgcdc.run.verify.plan import Pair, plan_pairs, quoted_columns, read_table, target_name
+from pgcdc.run.verify.plan import Pair, order_of, plan_pairs, quoted_columns, read_table, target_name
 from pgcdc.run.verify.repair import repair
 from pgcdc.run.verify.report import Notebook, Report, TableResult, last_file
 from pgcdc.run.verify.sides import ReadSide, Rows, Side, SourceRows, SqlSide
@@ -34,7 +34,7 @@ from pgcdc.source.postgres.setup.fingerprint import SlotDetails
 from pgcdc.source.postgres.setup.slots import identify
 from pgcdc.source.postgres.setup.tables import read_published
 
-BARRIER_TIMEOUT_S = 120.0
+BARRIER_TIMEOUT_S, POLL_S = 120.0, 0.05
 NAME = "pgcdc verify"
 
 ShowProgress = Callable[[str, int, int, bool], None]  # Table, rows, rows in all (about), whether it is complete
@@ -165,10 +165,11 @@ class Verify:
             if not pair.key:
                 why = "has no key" if not pair.table.key else "has a key that transforms drop or mask"
                 _add_note(result, f"the table {why}: its rows are counted, not compared one by one")
-            barrier = self._barrier(pair.spec.name)
+            barrier = self._barrier(pair)
             made = Comparison(pair.name, *sides, barrier, notebook, keys, bool(pair.key), self.options.keys, progress)
             if not result.is_done:
-                made.run()
+                with explain_errors(f"compare table {pair.table.title}"):
+                    made.run()
         except SinkError as error:  # of reading back: a file that is not whole, say
             result.reason = str(error)
             return None
@@ -188,15 +189,29 @@ class Verify:
                 self._letters[adapter] = list(store.find(query)) if isinstance(store, ReadableDeadLetters) else []
         return self._letters[adapter]
 
-    def _barrier(self, adapter: str) -> Callable[[], None]:
+    def _barrier(self, pair: Pair) -> Callable[[], None]:
+        adapter, oid = pair.spec.name, pair.table.relation.oid
+
         def pass_barrier() -> None:
             if self.options.at_rest and Lock.holder(self.state.run_lock) is None:
                 position = Progress(self.state.acks, adapter).position or Position.end(0)
             else:
                 position = self.wait(self.state, [adapter], BARRIER_TIMEOUT_S)
+                self._await_reload(adapter, oid, pair.table.title)
             self._notebook.position = self._notebook.position or str(position)
 
         return pass_barrier
+
+    def _await_reload(self, adapter: str, oid: int, table: str) -> None:
+        """A copy that is being replaced is not compared before it is whole."""
+        deadline = time.monotonic() + BARRIER_TIMEOUT_S
+        while oid in Progress(self.state.acks, adapter).holds:
+            if time.monotonic() > deadline:
+                raise StateError(
+                    f"adapter {adapter} has been replacing its copy of table {table} for {BARRIER_TIMEOUT_S:.0f} s",
+                    "Verify it when that is done: see pgcdc status",
+                )
+            time.sleep(POLL_S)
 
     def _pace(self, rows: int) -> None:
         """Rest after rows of the source, as the rate says."""
@@ -216,22 +231,22 @@ class Verify:
         title = f"table {name_table(*name)} at the target"
         here = read_table(self._source, table.relation.namespace, table.relation.name)
         there = read_table(target, *name)
-        if {after for _, after in pair.kept} - there.columns.keys():  # maybe they only come with the next rows
-            self._barrier(pair.spec.name)()
+        if {after for _, after in pair.kept} - there.keys():  # maybe they only come with the next rows
+            self._barrier(pair)()
             there = read_table(target, *name)
         place = quote_qualified(*name)
-        if not there.columns:  # rows of nothing
+        if not there:  # rows of nothing
             _add_note(result, f"{title} does not exist")
             listed = ", ".join(f"NULL::text AS {quote_identifier(one)}" for one in pair.target_key) or "NULL"
             place = f"(SELECT {listed} WHERE false) AS nothing"
-        elif lacks := [after for _, after in pair.kept if after not in there.columns]:
+        elif lacks := [after for _, after in pair.kept if after not in there]:
             _add_note(result, f"{title} has no column {', '.join(lacks)}: NULL is compared there")
-        if more := sorted(there.columns.keys() - {after for _, after in pair.kept}):
+        if more := sorted(there.keys() - {after for _, after in pair.kept}):
             _add_note(result, f"{title} also has {', '.join(more)}: not compared")
-        orders = here.order_of(pair.key), there.order_of(pair.target_key)
-        types = tuple(kind for kind, _ in orders[0])
-        is_same = [kind for kind, _ in orders[1]] == list(types)
-        is_ordered = is_same and orders[0] == orders[1] and all(order is not None for _, order in orders[0])
+        keys = order_of(pair.key, here), order_of(pair.target_key, there)
+        types = tuple(one.type for one in keys[0])
+        is_same = [one.type for one in keys[1]] == list(types)
+        is_ordered = keys[0] == keys[1] and all(one.order is not None for one in keys[0])
         result.method = "ranges" if pair.key and is_ordered else "buckets"
         is_md5 = must_use_md5(self._source, target)
         source = SqlSide(
@@ -259,7 +274,7 @@ class Verify:
                 yield batch.columns, None
 
         here = read_table(self._source, pair.table.relation.namespace, pair.table.relation.name)
-        types = tuple(here.columns[one].type for one in pair.key)
+        types = tuple(here[one].type for one in pair.key)
         rows = SourceRows(self._source, pair.table, types, pair.chain, self._pace)
         places = tuple(names.index(one) for one in pair.target_key)
         return ReadSide(rows, places), ReadSide(read, places)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from pgcdc.core.errors import ConfigError
@@ -135,14 +135,11 @@ class ServerColumn:
     order: str | None  # The same text on two servers: values have the same order there. None: not known
 
 
-@dataclass(frozen=True)
-class ServerTable:
-    """A table in a server's catalog."""
+ServerTable = dict[str, ServerColumn]  # By the names of columns. Empty: there is no such table
 
-    columns: dict[str, ServerColumn] = field(default_factory=dict)  # Empty: there is no such table
 
-    def order_of(self, names: Sequence[str]) -> list[tuple[str, str | None]]:
-        return [(one.type, one.order) for one in (self.columns[name] for name in names if name in self.columns)]
+def order_of(names: Sequence[str], known: ServerTable) -> list[ServerColumn]:
+    return [known[one] for one in names if one in known]
 
 
 _CATALOG = """
@@ -161,13 +158,13 @@ _BEFORE = "SELECT 'c', datcollate, NULL FROM pg_database WHERE datname = current
 def read_table(conn: Connection, schema: str, table: str) -> ServerTable:
     query = _DEFAULT if conn.info.server_version >= _COLLATION_SINCE else _BEFORE
     default: Any = conn.execute(query.encode()).fetchone()
-    found = {}
+    found: ServerTable = {}
     for name, kind, is_base, category, collation, *more in conn.execute(_CATALOG, [quote_qualified(schema, table)]):
         order = None
         if is_base and (category in _ORDERED or category == "S"):
             order = _collation(more, default) if collation else ""
         found[name] = ServerColumn(kind, order)
-    return ServerTable(found)
+    return found
 
 
 def _collation(collation: Sequence[Any], default: Sequence[Any]) -> str | None:
@@ -190,4 +187,4 @@ def target_name(pair: Pair) -> tuple[str, str]:
 
 def quoted_columns(names: Sequence[str], known: ServerTable) -> tuple[str, ...]:
     """In SQL; a column that is not there is NULL."""
-    return tuple(quote_identifier(one) if one in known.columns else "NULL" for one in names)
+    return tuple(quote_identifier(one) if one in known else "NULL" for one in names)

@@ -25,7 +25,7 @@ class Finder(Protocol):
     """One side of a table."""
 
     def find(self, keys: Collection[Key]) -> Mapping[Key, Seen]:
-        """What it has under these keys, now."""
+        """What it has under these keys, now; maybe also under others."""
 
 
 def settle(

@@ -109,8 +109,7 @@ class SqlSide(Side):
         names = self._names if self.types else self._texts
         wanted = [f"{one}::{kind}" for one, kind in zip(aliases, self.types, strict=True)] if self.types else aliases
         inner = f"SELECT {', '.join(wanted)} FROM unnest({unnested}) AS u({', '.join(aliases)})"
-        found = self._read(f"({', '.join(names)}) IN ({inner})", values=given)
-        return {key: one for key, one in found.items() if key in keys}  # equal values may have other texts: 1.0, 1.00
+        return self._read(f"({', '.join(names)}) IN ({inner})", values=given)
 
     def _read(self, *conditions: str, values: Sequence[object] = ()) -> dict[Key, Seen]:
         key = f"ARRAY[{', '.join(self._texts)}]" if self.key else f"ARRAY[{self._hash}::text]"

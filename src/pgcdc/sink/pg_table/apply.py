@@ -247,8 +247,7 @@ class Applier:
 
     def _follow(self, change: ShapeChange) -> None:
         """Repeat the source's change at the target."""
-        named = self._shapes.of(change.after.namespace, change.after.name)
-        is_new = all(one.after.oid == change.after.oid for one in named if one.position < change.position)
+        is_new = not self._shapes.takes_name(change)
         taken = self._taken(change.after.oid, change.position)
         follow(self._open().targets, change, self._chain(), taken, is_new=is_new)
         if change.before is not None and self._rejected.waiting:

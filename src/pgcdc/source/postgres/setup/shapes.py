@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pgcdc.core.relation import Relation
@@ -36,6 +36,10 @@ tree AS (
 SELECT t.root::int8, t.inhrelid::int8::text, pg_relation_filenode(c.oid)::int8, CASE WHEN NOT t.is_made THEN t.since END,
        CASE WHEN NOT t.is_made THEN pg_relation_size(c.oid) > 0 ELSE false END
 FROM tree t JOIN pg_class c ON c.oid = t.inhrelid AND c.relkind = 'r' ORDER BY c.oid
+"""
+_MISSING = """
+SELECT a.attrelid::int8::text, a.attname::text, CASE WHEN a.atthasmissing THEN array_to_string(a.attmissingval, '') END
+FROM pg_attribute a WHERE a.attrelid = ANY (%s::text[]::oid[]) AND a.attnum > 0 AND NOT a.attisdropped
 """
 _RULES = """
 SELECT r.prrelid::int8, pg_get_expr(r.prqual, r.prrelid),
@@ -84,6 +88,7 @@ class CatalogLook:
         - `filenode` of an ordinary table, which a rewrite changes
         - of a root `leaves` with their filenodes by oid; `attached`, those of them that came with rows of their own; and
           `joined`, when each that was not made as a partition became one
+        - `mixed`, its columns in which old rows have several constants
         - `published`, the row filter and column list of the publications; `is_inserts_only`: they send no updates or deletes
         - `is_proven`: the table had moved on, and what is not there is not known
         """
@@ -91,7 +96,8 @@ class CatalogLook:
         if entry is None:
             return None
         if _is_live(shape, entry.columns):
-            details = {**_details(shape, entry.columns), **entry.facts}
+            facts = {name: one for name, one in entry.facts.items() if name != "missing"}
+            details = {**_details(shape, entry.columns, entry.facts.get("missing", {})), **facts}
         else:
             numbers = None if before is None else prove_numbers(before, [one.name for one in shape.columns], entry)
             if before is None or numbers is None:
@@ -160,6 +166,7 @@ def _read_facts(sql: Connection, oids: list[int], publications: Sequence[str]) -
                 found[root].setdefault("joined", {})[leaf] = since
             if has_rows:
                 found[root]["attached"].append(leaf)
+        _read_missing(sql, [found[root] for root in roots])
     for (oid,) in sql.execute(_OPERATIONS, [list(publications), oids]).fetchall():
         found.get(oid, {})["is_inserts_only"] = True
     if sql.info.server_version >= RULES_SINCE:
@@ -175,6 +182,20 @@ def _read_facts(sql: Connection, oids: list[int], publications: Sequence[str]) -
             if oid in found and (row_filter is not None or listed is not None):
                 found[oid]["published"] = {"row_filter": row_filter, "columns": listed}
     return found
+
+
+def _read_missing(sql: Connection, roots: Sequence[dict[str, Any]]) -> None:
+    """What old rows have in new columns of partitioned tables: their partitions say it. `mixed`: not all the same."""
+    leaves = [leaf for facts in roots for leaf in facts["leaves"]]
+    found: dict[str, dict[str, str | None]] = {}
+    for leaf, name, missing in sql.execute(_MISSING, [leaves]).fetchall():
+        found.setdefault(leaf, {})[name] = missing
+    for facts in roots:
+        mine = [found[leaf] for leaf in facts["leaves"] if leaf in found]
+        values = {name: {one.get(name) for one in mine} for name in mine[0]} if mine else {}
+        facts["missing"] = {name: next(iter(one)) for name, one in values.items() if len(one) == 1}
+        if mixed := sorted(name for name, one in values.items() if len(one) > 1):
+            facts["mixed"] = mixed
 
 
 def _own_types(shapes: Iterable[Relation]) -> set[int]:
@@ -193,8 +214,8 @@ def _is_live(shape: Relation, columns: list[TableColumn]) -> bool:
     return shape.replica_identity != "d" or {one.name for one in shape.columns if one.is_key} == identity
 
 
-def _details(shape: Relation, columns: list[TableColumn]) -> dict[str, Any]:
-    named = {column.name: column for column in columns}
+def _details(shape: Relation, columns: list[TableColumn], missing: Mapping[str, str | None]) -> dict[str, Any]:
+    named = {one.name: replace(one, missing=missing.get(one.name, one.missing)) for one in columns}
     described = [
         {
             "name": one.name, "attnum": one.number, "type": one.pg_type, "ndims": one.ndims, "not_null": one.not_null,

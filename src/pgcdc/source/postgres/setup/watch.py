@@ -67,10 +67,10 @@ class CatalogWatch:
         self._asked: dict[int, ShapeChange | None] = {}  # Tables with a mark on its way, as they were known
         self._due = 0.0
 
-    def look(self, sql: Connection) -> None:
+    def look(self, sql: Connection, *, at_once: bool = False) -> None:
         """Look if it is time to. What somebody has locked, or drops just now, is looked at later."""
         begun = time.monotonic()
-        if begun < self._due:
+        if begun < self._due and not at_once:
             return
         try:
             with sql.transaction():

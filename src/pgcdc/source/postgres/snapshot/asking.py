@@ -279,7 +279,7 @@ def describe(state: RequestState, rate: float | None = None) -> dict[str, Any]:
         percent = min(99.9, 100.0 * state.rows / state.estimated_rows)
     if rate and state.estimated_rows:
         left = max(0.0, (state.estimated_rows - state.rows) / rate)
-    asked = {name: getattr(state.request, name) for name in ("id", "table", "kind", "where")}
+    asked = {name: getattr(state.request, name) for name in ("id", "table", "kind", "where", "oid")}
     known = {name: getattr(state, name) for name in ("status", "rows", "estimated_rows")}
     times = {name: getattr(state, name) for name in ("started", "finished", "error")}
     return {**asked, **known, "percent": percent, "rate": rate, "seconds_left": left, **times}

@@ -359,7 +359,7 @@ class RequestQueue:
             self._states[request.id] = RequestState(request, oid=request.oid, keys_done=0 if request.keys_file else -1)
 
     def _find(self, name: str, *statuses: str) -> RequestState:
-        fitting = [one for one in self._states.values() if one.status in statuses and not one.is_ended]
+        fitting = [one for one in self._states.values() if one.status in statuses]
         fitting.sort(key=lambda one: one.status != "running")
         found = next((one for one in fitting if name in ("", one.id)), None)
         if found is None:

@@ -23,6 +23,9 @@ class Sentinels:
         self._marks = marks
         self._known: dict[str, Position | None] = {}  # None: the stream has not come that far
 
+    def has(self, name: str) -> bool:
+        return name in self._known
+
     def ask(self, name: str, sql: Connection | None) -> Position | None:
         """Where the sentinel of this id ends; None while it is on its way. An unknown id is a new sentinel."""
         if name not in self._known:

@@ -1,0 +1,102 @@
+"""Every DDL at the source has a defined end at a keyed store, too: what a client of our own finds is what SQL finds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import psycopg
+import pytest
+from databases import Database
+from ddl_cases import CASES, DML, PARTITIONED, SETUP, TREES
+from mirroring import Mirror
+from redising import Rows, rows_of_server
+from targets.redis import RedisServer
+
+from pgcdc.core.errors import SinkError
+from pgcdc.core.settings import make_options
+from pgcdc.sink.contract import Sink
+from pgcdc.sink.redis import RedisOptions
+
+CHOSEN = [
+    "add a column with a constant", "volatile default", "drop a column", "rename a column", "type with USING",
+    "drop and add, other type", "another key", "key from a new column", "rename the table", "drop and make again",
+    "truncate",
+]  # fmt: skip
+_TABLES = """
+SELECT c.relname::text, ARRAY(SELECT a.attname::text FROM pg_index i CROSS JOIN unnest(i.indkey) WITH ORDINALITY k (n, place)
+    JOIN pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = k.n WHERE i.indrelid = c.oid AND i.indisprimary
+    ORDER BY k.place)
+FROM pg_class c WHERE relkind IN ('r', 'p') AND NOT relispartition AND relnamespace = 'public'::regnamespace
+"""
+
+
+class RedisMirror(Mirror):
+    """Rows of tables as keys."""
+
+    def __init__(self, database: Database, server: RedisServer, folder: Path) -> None:
+        super().__init__(database, "", folder)
+        self.server = server
+
+    def make_sink(self) -> Sink:
+        return make_options(RedisOptions, {"url": self.server.url, "mode": "sync"}, "redis").make()
+
+    def is_equal(self) -> bool:
+        wanted: Rows = {}
+        with self.database.connect() as conn:
+            for table, key in conn.execute(_TABLES).fetchall():
+                rows = conn.execute(f'SELECT * FROM "{table}" LIMIT 0'.encode()).description or ()
+                texts = ", ".join(f'"{one.name}"::text' for one in rows)
+                for values in conn.execute(f'SELECT {texts} FROM "{table}"'.encode()):
+                    row = dict(zip([one.name for one in rows], values, strict=True))
+                    wanted[f"{table}:{':'.join(row[name] for name in key)}"] = row
+        found = rows_of_server(self.server, "[^:]*")
+        return wanted == found
+
+
+@pytest.fixture
+def mirror(database: Database, tmp_path: Path) -> Iterator[RedisMirror]:
+    (tmp_path / "server").mkdir()
+    server = RedisServer(tmp_path / "server")
+    made = RedisMirror(database, server, tmp_path)
+    try:
+        yield made
+    finally:
+        made.end()
+        server.kill()
+
+
+def follow(mirror: RedisMirror, script: str, then: tuple[str, ...] = ()) -> None:
+    mirror.start()
+    mirror.settle()
+    for statement in [*script.split("; "), *then]:
+        try:
+            mirror.run(statement)
+        except psycopg.Error:
+            assert statement in then  # the table has other columns or another name now
+    mirror.settle(also=mirror.is_equal)
+    assert mirror.dead_letters() == []
+
+
+@pytest.mark.parametrize("case", CHOSEN)
+def test_it_is_followed(mirror: RedisMirror, case: str) -> None:
+    mirror.run(*SETUP)
+    follow(mirror, CASES[case][1], DML)
+
+
+@pytest.mark.parametrize("case", ["detach", "a new partition"])
+def test_partitions_are_followed(mirror: RedisMirror, case: str) -> None:
+    mirror.run(*PARTITIONED)
+    follow(mirror, TREES[case][1])
+
+
+def test_a_table_without_a_key_stops_it_with_advice(mirror: RedisMirror) -> None:
+    mirror.run(*SETUP)
+    mirror.start()
+    mirror.settle()
+    mirror.run(
+        "ALTER TABLE t REPLICA IDENTITY FULL", "ALTER TABLE t DROP CONSTRAINT t_pkey", "DELETE FROM t WHERE id = 1"
+    )
+    with pytest.raises(SinkError, match="rows of table t come without a key") as caught:
+        mirror.settle()
+    assert "Give it a primary key" in caught.value.advice
