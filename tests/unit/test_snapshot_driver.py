@@ -93,14 +93,14 @@ class World:
             return None
         return [self._table(oid) for oid in sorted(self.tables) if oids is None or oid in oids]
 
-    def _table(self, oid: int) -> tuple[PublishedTable, tuple[list[Chunk], int] | None]:
+    def _table(self, oid: int) -> tuple[PublishedTable, dict[str, Any] | None, tuple[list[Chunk], int] | None]:
         key = ("id",) if oid == KEYED else ()
         published = PublishedTable(
             Relation(oid, "public", f"t{oid}", "d", (Column("id", 23, -1, True),)), "r", key, None
         )
         bounds = [None, ("10",), ("20",), None]
         chunks = [Chunk("public", f"t{oid}", 7, key=key, low=a, high=b) for a, b in itertools.pairwise(bounds)]
-        return published, None if oid in self.unreadable else (chunks, 20)
+        return published, None, None if oid in self.unreadable else (chunks, 20)
 
     def read(self, answer: Callable[[StageOrder], Answer] | None = None) -> bool:
         """A reader does what it was told to; False if there is nothing to do."""

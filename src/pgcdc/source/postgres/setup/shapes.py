@@ -16,10 +16,11 @@ from pgcdc.source.postgres.setup.tables import RULES_SINCE, TableColumn, read_co
 
 _MAX_GUESSES = 10_000
 
-# Without locks: partitions may be locked by somebody who alters them. A partition that was made as one has a column that was
-# never touched since: ATTACH would have counted its parent. The size is asked only of those that were attached.
+# The catalog as the snapshot of the transaction sees it, not as it is now. Without locks: partitions may be locked by whoever
+# alters them. A partition that was made as one has a column that was never touched since: ATTACH would have counted its
+# parent. The size is asked only of those that were attached.
 _TABLES = """
-SELECT c.oid::int8, c.relkind = 'p', c.relnatts::int4, pg_relation_filenode(c.oid)::int8
+SELECT c.oid::int8, c.relkind = 'p', c.relnatts::int4, c.relfilenode::int8
 FROM pg_class c WHERE c.oid = ANY (%s::int8[]::oid[])
 """
 _LEAVES = """
@@ -33,7 +34,7 @@ tree AS (
     SELECT inhparent AS root, inhrelid, since, is_made FROM link WHERE inhparent = ANY (%s::int8[]::oid[])
     UNION ALL SELECT t.root, l.inhrelid, t.since || ' ' || l.since, t.is_made AND l.is_made
     FROM tree t JOIN link l ON l.inhparent = t.inhrelid)
-SELECT t.root::int8, t.inhrelid::int8::text, pg_relation_filenode(c.oid)::int8, CASE WHEN NOT t.is_made THEN t.since END,
+SELECT t.root::int8, t.inhrelid::int8::text, c.relfilenode::int8, CASE WHEN NOT t.is_made THEN t.since END,
        CASE WHEN NOT t.is_made THEN pg_relation_size(c.oid) > 0 ELSE false END
 FROM tree t JOIN pg_class c ON c.oid = t.inhrelid AND c.relkind = 'r' ORDER BY c.oid
 """

@@ -17,7 +17,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final
+from typing import Any, Final
 
 import psycopg
 
@@ -32,6 +32,7 @@ from pgcdc.postgres.database import (
     quote_literal,
     quote_qualified,
 )  # fmt: skip
+from pgcdc.source.postgres.setup.shapes import read_catalog
 from pgcdc.source.postgres.setup.tables import PublishedTable, Table, read_published
 from pgcdc.source.postgres.snapshot.held import import_snapshot
 
@@ -249,10 +250,10 @@ ORDER BY n.nspname, c.relname
 @explain_errors("plan the initial snapshot")
 def plan_tables(
     url: str, publications: Sequence[str], snapshot: str, oids: set[int] | None = None
-) -> list[tuple[PublishedTable, tuple[list[Chunk], int] | None]] | None:
-    """These tables (None: all) with their chunks in a snapshot, and estimated rows; None: the snapshot was lost. A table
-    truncated or altered since cannot be read in it: None, too. A missing one is gone. The capture's loop plans and must not
-    wait for locks: LockNotAvailable is then the cause of a SourceError."""
+) -> list[tuple[PublishedTable, dict[str, Any] | None, tuple[list[Chunk], int] | None]] | None:
+    """These tables (None: all) with the details of their shapes in a snapshot, their chunks there, and estimated rows; None:
+    the snapshot was lost. A table truncated or altered since cannot be read in it: None, too. A missing one is gone. The
+    capture's loop plans and must not wait for locks: LockNotAvailable is then the cause of a SourceError."""
     with connect(url, application_name="pgcdc snapshot reader") as conn:
         conn.execute(f"SET lock_timeout = {quote_literal(LOCK_TIMEOUT)}".encode())
         now = {one.relation.oid: one for one in read_published(conn, publications)}
@@ -260,10 +261,11 @@ def plan_tables(
         if not import_snapshot(conn, snapshot):
             return None
         then = {one.relation.oid: one for one in read_published(conn, publications)}
+        chosen = {oid: table for oid, table in now.items() if oids is None or oid in oids}
+        look = read_catalog(conn, [table.relation for table in chosen.values()], publications)
         return [
-            (table, _try_to_cut(conn, table, then.get(oid)))
-            for oid, table in now.items()
-            if oids is None or oid in oids
+            (table, look.describe(table.relation), _try_to_cut(conn, table, then.get(oid)))
+            for oid, table in chosen.items()
         ]
 
 

@@ -40,7 +40,7 @@ from pgcdc.source.postgres.snapshot.beside import BesideStream
 from pgcdc.source.postgres.snapshot.chunks import CHUNK_BYTES, plan_tables, published_oids
 from pgcdc.source.postgres.snapshot.held import hold_for_long, is_held, let_go
 from pgcdc.source.postgres.snapshot.reader import Answer, Readers, StageOrder
-from pgcdc.source.postgres.snapshot.releases import Release, Releases, Staged, find_staged, snapshot_mark
+from pgcdc.source.postgres.snapshot.releases import Release, Releases, Staged, find_staged, schema_mark, snapshot_mark
 from pgcdc.source.postgres.snapshot.reload import Reloads
 from pgcdc.source.postgres.snapshot.requests import PlannedTable, RequestQueue, SkipRule
 
@@ -188,6 +188,10 @@ class Snapshots:
 
     def _release_first(self, table: PlannedTable, end: Position) -> Release | None:
         """A table's next release: its start, rows, or its end. None: nothing for now."""
+        if table.details is not None and not table.is_described:
+            # Before a row: ALTER TABLE since then would be taken for what the rows were read with.
+            mark = self.releases.stage([schema_mark(table.details)])
+            return self._put(table, "described", mark, end)
         if not table.is_started:
             return self._put(table, "started", self._mark(table, Op.SNAPSHOT_STARTED), end)
         for name, staged in list(table.staged.items()):
@@ -293,8 +297,8 @@ class Snapshots:
         if found is None:
             return
         plan.tables = plan.tables or {}
-        for published, made in found:
-            table = PlannedTable(published, hold.number, None)
+        for published, details, made in found:
+            table = PlannedTable(published, hold.number, None, details=details)
             if made is not None:
                 table.chunks = {f"{table.oid}-{hold.number}-{number}": chunk for number, chunk in enumerate(made[0])}
                 table.estimated_rows = made[1]

@@ -64,8 +64,10 @@ class PlannedTable:
     """Chunks not released yet; None: unreadable in that snapshot, it needs a younger one."""
     estimated_rows: int = 0
     ended: str = ""  # complete, moved (the rest is read beside the stream) or gone (it was dropped)
+    details: dict[str, Any] | None = None  # What the catalog said about its shape in that snapshot
     staged: Annotated[dict[str, Staged], _DERIVED] = field(default_factory=dict)
     """Chunks that were read: they are released, whatever happens to their snapshot. Derived from the folder."""
+    is_described: Annotated[bool, _DERIVED] = False  # Whether its details were released. Derived like the next
     is_started: Annotated[bool, _DERIVED] = False
     """Whether its start was released. Derived from the log of releases, as for the rows."""
     rows: Annotated[int, _DERIVED] = 0  # How many are released
@@ -110,7 +112,9 @@ class InitialPlan:
         """Something is in the stream: a table's `started` or `complete`, or the rows of a chunk."""
         if self.tables is None or (table := self.tables.get(oid)) is None:
             return
-        if what == "started":
+        if what == "described":
+            table.is_described = True
+        elif what == "started":
             table.is_started = True
         elif what == "complete":
             table.ended = what
