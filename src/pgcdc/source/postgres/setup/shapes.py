@@ -16,8 +16,8 @@ from pgcdc.source.postgres.setup.tables import RULES_SINCE, TableColumn, read_co
 
 _MAX_GUESSES = 10_000
 
-# The catalog as the snapshot of the transaction sees it, not as it is now. Without locks: somebody may just alter a partition.
-# A partition that was made as one has a column that was never touched since: ATTACH would have counted its
+# The catalog as the transaction's snapshot sees it, not as it is now. Without locks: somebody may be altering a partition. A
+# partition that was made as one has a column that was never touched since: ATTACH would have counted its
 # parent. The size is asked only of those that were attached.
 _TABLES = """
 SELECT c.oid::int8, c.relkind = 'p', c.relnatts::int4, c.relfilenode::int8
