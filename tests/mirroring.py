@@ -6,16 +6,17 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import psycopg
 import pyarrow as pa
-from databases import Database
+from databases import Database, drop_database
 from listening import wait_until
+from psycopg import sql
 from pyspark.sql.streaming.datasource import ReadMaxRows
 from pyspark.sql.types import BinaryType, BooleanType, StructField, StructType
 
@@ -204,6 +205,20 @@ class Mirror:
         if holder and "pid" in holder:
             os.kill(holder["pid"], signal.SIGTERM)
             wait_until(lambda: Lock.holder(self.state.capture_lock) is None, 10, "the capture ends")
+
+
+@contextmanager
+def mirror_of(database: Database, folder: Path) -> Iterator[Mirror]:
+    """A mirror in a database of its own on the same server, gone afterwards."""
+    name = f"{database.name}_copy"
+    with psycopg.connect(database.server.url(), autocommit=True) as admin:
+        admin.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
+        made = Mirror(database, database.server.url(name), folder)
+        try:
+            yield made
+        finally:
+            made.end()
+            drop_database(admin, name)
 
 
 def _done(do: Callable[[], object]) -> WriteFuture:

@@ -7,23 +7,15 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from databases import Database, drop_database
+from databases import Database
 from ddl_cases import CASES, DML, EITHER, EXACT, PARTITIONED, RELOAD, SETUP, TREES
-from mirroring import Mirror, compare
-from psycopg import sql
+from mirroring import Mirror, compare, mirror_of
 
 
 @pytest.fixture
 def mirror(database: Database, tmp_path: Path) -> Iterator[Mirror]:
-    name = f"{database.name}_copy"
-    with psycopg.connect(database.server.url(), autocommit=True) as admin:
-        admin.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
-        made = Mirror(database, database.server.url(name), tmp_path)
-        try:
-            yield made
-        finally:
-            made.end()
-            drop_database(admin, name)
+    with mirror_of(database, tmp_path) as made:
+        yield made
 
 
 def tables_of(database: Database) -> list[str]:

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from databases import Database, drop_database
-from mirroring import Mirror, compare
-from psycopg import sql
+from databases import Database
+from mirroring import Mirror, compare, mirror_of
 from snapshots import Backfill
 
 from pgcdc.core.errors import SinkError
@@ -22,15 +21,8 @@ from pgcdc.sink.holds import new_hold
 
 @pytest.fixture
 def mirror(database: Database, tmp_path: Path) -> Iterator[Mirror]:
-    name = f"{database.name}_copy"
-    with psycopg.connect(database.server.url(), autocommit=True) as admin:
-        admin.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
-        made = Mirror(database, database.server.url(name), tmp_path)
-        try:
-            yield made
-        finally:
-            made.end()
-            drop_database(admin, name)
+    with mirror_of(database, tmp_path) as made:
+        yield made
 
 
 def _oid(mirror: Mirror, table: str) -> int:

@@ -16,7 +16,7 @@ from pgcdc.core.state import Lock, StateDir, read_json
 
 RELOAD_TIMEOUT_S = 60.0
 STATE_DIR = typer.Option(help="The state directory.", envvar="PGCDC_STATE_DIR")
-_LANE = ("adapter", "lane", "ack", "lag_bytes", "dropped", "dead_letters", "last_error")
+_LANE = ("adapter", "lane", "ack", "lag_bytes", "dropped", "dead_letters", "missed_rows", "reloading", "last_error")
 _OF_SNAPSHOT = ("held_seconds", "hold_limit_seconds", "wal_held_bytes", "warning")
 _OF_CAPTURE = ("schema_changes", "toast_cache_hits", "toast_cache_misses", "toast_cache_entries", "bad_signals")
 

@@ -39,6 +39,12 @@ class Counters:
         with self._lock:
             return self._values[name, tuple(sorted(labels.items()))]
 
+    def total(self, name: str, **labels: str) -> int:
+        """Over all other labels."""
+        wanted = set(labels.items())
+        with self._lock:
+            return sum(value for (one, given), value in self._values.items() if one == name and wanted <= set(given))
+
     def read(self) -> dict[tuple[str, Labels], int]:
         with self._lock:
             return dict(self._values)

@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pgcdc.capture.control import CaptureLink
+from pgcdc.core.counters import ROWS_MISSED, counters
 from pgcdc.core.errors import ConfigError, PgcdcError
 from pgcdc.core.position import Position
 from pgcdc.core.relation import ShapeHistory
@@ -108,7 +109,8 @@ class Lanes:
                     "lag_bytes": behind,
                     "dropped": place.dropped,
                     "dead_letters": member.sink.dead_letters,
-                    "held": [one.table or "a table" for one in member.sink.progress.holds.values()],
+                    "missed_rows": counters.total(ROWS_MISSED, adapter=member.name),
+                    "reloading": ", ".join(one.table or one.id for one in member.sink.progress.holds.values()) or None,
                     "last_error": str(error) if error else None,
                 }
             )
