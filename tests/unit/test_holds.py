@@ -1,0 +1,119 @@
+"""Which rows of a batch an adapter gets: not those of others, and of a held table only its own reload."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from pgcdc.core.position import Position
+from pgcdc.core.relation import Column, Op, Relation
+from pgcdc.event.audience import Audience, Letter, append_letter, drop_letters
+from pgcdc.event.batch import Batch
+from pgcdc.event.forms import FORMS
+from pgcdc.event.shape import TableShape
+from pgcdc.sink.contract import Progress
+from pgcdc.sink.holds import Hold, Holds
+
+T, OTHER = 1, 2
+SHAPES = {oid: TableShape(Relation(oid, "public", f"t{oid}", "d", (Column("id", 23, -1, True),))) for oid in (T, OTHER)}
+
+
+def row(position: Position, oid: int) -> tuple[str, int]:
+    return str(position), oid
+
+
+def batch(start: Position, end: Position, *rows: tuple[str, int]) -> Batch:
+    columns = {name: pa.nulls(len(rows), FORMS["tables"].field(name).type) for name in FORMS["tables"].names}
+    columns["relation"] = pa.array([oid for _, oid in rows], pa.int32())
+    columns["op"] = pa.array([Op.INSERT] * len(rows), pa.uint8())
+    positions = pa.array([position for position, _ in rows], pa.string())
+    return Batch(start, end, pa.table({"position": positions, **columns}), SHAPES)
+
+
+def stream(commit: int) -> Position:
+    return Position.at(commit, 1)
+
+
+def letter(commit: int, chunk: int, *adapters: str, reload: str = "r", is_last: bool = False) -> Letter:
+    first, last = str(Position.of_chunk(commit, chunk, 0)), str(Position.chunk_end(commit, chunk))
+    return Letter(first, last, adapters, reload, T if reload else 0, is_last)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "audience.jsonl"
+
+
+def holds(file: Path, held: dict[int, Hold] | None = None, name: str = "copy", *, is_keyed: bool = True) -> Holds:
+    folder = file.parent / "acks"
+    folder.mkdir(exist_ok=True)
+    progress = Progress(folder, name)
+    progress.save(Position.end(1), holds=held or {})
+    return Holds(Audience(file), progress, name, is_keyed=is_keyed)
+
+
+def left(one: Holds, given: Batch) -> list[str]:
+    return [str(text) for text in one.take(given).positions().to_pylist()]
+
+
+def test_rows_for_others_are_left_out_and_everything_else_stays(file: Path) -> None:
+    append_letter(file, letter(5, 0, "another", reload=""))
+    rows = [row(stream(5), T), row(Position.of_chunk(5, 0, 1), T), row(stream(6), OTHER)]
+    given = batch(Position.end(4), Position.end(6), *rows)
+    assert left(holds(file), given) == [rows[0][0], rows[2][0]]
+    assert left(holds(file, name="another"), given) == [text for text, _ in rows]
+
+
+def test_a_held_table_is_taken_only_from_its_own_reload(file: Path) -> None:
+    append_letter(file, letter(5, 0, "copy", reload="old"))
+    append_letter(file, letter(6, 0, "copy", reload="mine"))
+    append_letter(file, letter(7, 0, "copy", reload="mine", is_last=True))
+    rows = [
+        row(stream(5), T), row(Position.of_chunk(5, 0, 1), T), row(stream(6), OTHER), row(stream(6), T),
+        row(Position.of_chunk(6, 0, 1), T), row(stream(7), T), row(Position.of_chunk(7, 0, 1), T), row(stream(8), T),
+    ]  # fmt: skip
+    one = holds(file, {T: Hold("mine", "t1")})
+    given = batch(Position.end(4), Position.end(8), *rows)
+    assert left(one, given) == [rows[number][0] for number in (2, 4, 6, 7)]
+    assert one.after(Position.end(4), Position.end(6)) == {T: Hold("mine", "t1")}
+    assert one.after(Position.end(4), Position.end(8)) == {}
+
+
+def test_the_first_row_of_a_reload_that_somebody_asked_for_holds_the_table(file: Path) -> None:
+    append_letter(file, letter(5, 0, "copy"))
+    append_letter(file, letter(6, 0, "copy", is_last=True))
+    rows = [
+        row(stream(5), T),
+        row(Position.of_chunk(5, 0, 1), T),
+        row(stream(6), T),
+        row(Position.of_chunk(6, 0, 1), T),
+    ]
+    one = holds(file)
+    assert left(one, batch(Position.end(4), Position.end(7), *rows)) == [rows[number][0] for number in (0, 1, 3)]
+    assert one.after(Position.end(4), Position.chunk_end(5, 0)) == {T: Hold("r", "")}
+
+
+def test_a_log_takes_what_is_addressed_to_it_and_leaves_nothing_else_out(file: Path) -> None:
+    append_letter(file, letter(5, 0, "copy"))
+    rows = [row(stream(5), T), row(Position.of_chunk(5, 0, 1), T), row(stream(6), T)]
+    one = holds(file, is_keyed=False)
+    assert left(one, batch(Position.end(4), Position.end(6), *rows)) == [text for text, _ in rows]
+    assert one.after(Position.end(4), Position.end(6)) == {}
+
+
+def test_holds_are_on_disk_before_anything_else_happens(file: Path) -> None:
+    one = holds(file)
+    one.add({T: Hold("mine", "t1", "why")})
+    assert Progress(file.parent / "acks", "copy").holds == {T: Hold("mine", "t1", "why")}
+
+
+def test_what_is_delivered_is_dropped_at_the_start_and_readers_notice(file: Path) -> None:
+    audience = Audience(file)
+    for commit in (5, 6):
+        append_letter(file, letter(commit, 0, "copy"))
+    assert [one.first[:16] for one in audience.between(Position.end(4), Position.end(9))] == [f"{5:016X}", f"{6:016X}"]
+    drop_letters(file, Position.behind(5))
+    append_letter(file, letter(7, 0, "copy"))
+    assert [one.first[:16] for one in audience.between(Position.end(4), Position.end(9))] == [f"{6:016X}", f"{7:016X}"]
