@@ -67,7 +67,7 @@ def test_rows_for_others_are_left_out_and_everything_else_stays(file: Path) -> N
 
 
 def test_a_held_table_is_taken_only_from_its_own_reload(file: Path) -> None:
-    append_letter(file, letter(5, 0, "copy", reload="old"))
+    append_letter(file, letter(5, 0, "copy", reload="old", is_last=True))
     append_letter(file, letter(6, 0, "copy", reload="mine"))
     append_letter(file, letter(7, 0, "copy", reload="mine", is_last=True))
     rows = [
