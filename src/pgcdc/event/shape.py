@@ -280,7 +280,8 @@ def _diff_rows(
         ]
         if meant[0] != meant[1]:
             yield {"type": "published_changed", "old": rules[0], "new": rules[1]}
-    if before.get("is_inserts_only") and "natts" in after and not after.get("is_inserts_only"):
+    # Another entry: for a while the table had none, even if nobody looked then.
+    if "member" in before and after.get("member", 0) not in (0, before["member"]):
         yield {"type": "updates_published"}
 
 

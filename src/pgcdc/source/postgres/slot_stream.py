@@ -68,7 +68,7 @@ class PostgresStream:
             self._selector.register(readers.fileno(), selectors.EVENT_READ)
         self._shapes = ShapeObserver(state.shapes_file, spool.state, publications)
         self._watch = CatalogWatch(publications, self._shapes, self._marks)
-        self._reloads.shape_of = self._shapes.current.get
+        self._reloads.shape_of, self._reloads.is_taken = self._shapes.current.get, self._shapes.is_taken
         self._toast = ToastStep(options, publications, state, resume=spool.state, instance=identity.instance)
         self._guard = Guard(state, identity, consumers, temporary=options.temporary_slot)
         self._capture = Capture(

@@ -198,6 +198,15 @@ class ShapeObserver:
         """The records of the shapes in force, by oid. What the catalog said may be newer than in the file."""
         return self._current
 
+    def is_taken(self, shape: Relation) -> bool:
+        """Whether another table has had this name since the table was last seen: it must have another one by now."""
+        mine = self._current.get(shape.oid)
+        return mine is not None and any(
+            (one.after.namespace, one.after.name) == (shape.namespace, shape.name) and one.position > mine.position
+            for oid, one in self._current.items()
+            if oid != shape.oid
+        )
+
     def adopt(self, oid: int, details: dict[str, Any]) -> None:
         """The catalog says nothing else that matters: take its newer words (a filenode) without a record."""
         self._current[oid] = replace(self._current[oid], details=details)

@@ -49,9 +49,10 @@ SELECT r.prrelid::int8, pg_get_expr(r.prqual, r.prrelid),
 FROM pg_publication_rel r JOIN pg_publication p ON p.oid = r.prpubid
 WHERE p.pubname = ANY (%s) AND r.prrelid = ANY (%s::int8[]::oid[]) ORDER BY r.oid
 """
-_OPERATIONS = """
-SELECT r.prrelid::int8 FROM pg_publication_rel r JOIN pg_publication p ON p.oid = r.prpubid
-WHERE p.pubname = ANY (%s) AND r.prrelid = ANY (%s::int8[]::oid[]) GROUP BY 1 HAVING NOT bool_or(p.pubupdate AND p.pubdelete)
+_MEMBERS = """
+SELECT r.prrelid::int8, coalesce(min(r.oid::int8) FILTER (WHERE p.pubupdate AND p.pubdelete), 0)
+FROM pg_publication_rel r JOIN pg_publication p ON p.oid = r.prpubid
+WHERE p.pubname = ANY (%s) AND r.prrelid = ANY (%s::int8[]::oid[]) GROUP BY 1
 """
 _LABELS = """
 SELECT enumtypid::int8, array_agg(enumlabel::text ORDER BY enumsortorder) FROM pg_enum GROUP BY 1
@@ -64,7 +65,7 @@ class CatalogEntry:
 
     columns: list[TableColumn]
     facts: dict[str, Any]
-    """As in the details of a shape: `natts`, `filenode`, `leaves`, `attached`, `joined`, `published`, `is_inserts_only`."""
+    """As in the details of a shape: `natts`, `filenode`, `leaves`, `attached`, `joined`, `published`, `member`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,8 @@ class CatalogLook:
         - of a root `leaves` with their filenodes by oid; `attached`, those of them that came with rows of their own; and
           `joined`, when each that was not made as a partition became one
         - `mixed`, its columns in which old rows have several constants
-        - `published`, the row filter and column list of the publications; `is_inserts_only`: they send no updates or deletes
+        - `published`, the row filter and column list of the publications
+        - `member`: the entry in the catalog by which updates and deletes are published; 0: only inserts are
         - `is_proven`: the table had moved on, and what is not there is not known
         """
         entry = self.entries.get(shape.oid)
@@ -168,8 +170,9 @@ def _read_facts(sql: Connection, oids: list[int], publications: Sequence[str]) -
             if has_rows:
                 found[root]["attached"].append(leaf)
         _read_missing(sql, [found[root] for root in roots])
-    for (oid,) in sql.execute(_OPERATIONS, [list(publications), oids]).fetchall():
-        found.get(oid, {})["is_inserts_only"] = True
+    for oid, member in sql.execute(_MEMBERS, [list(publications), oids]).fetchall():
+        if oid in found:
+            found[oid]["member"] = member
     if sql.info.server_version >= RULES_SINCE:
         rules: dict[int, list[tuple[str | None, list[str] | None]]] = {}
         for oid, *rule in sql.execute(_RULES, [list(publications), oids]).fetchall():

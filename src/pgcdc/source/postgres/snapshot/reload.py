@@ -37,6 +37,7 @@ from pgcdc.spool.segment import CaptureBatch
 logger = logging.getLogger("pgcdc.capture")
 
 WINDOW_BYTES = 32 << 20  # What a window keeps in memory; the rest is on disk
+AGAIN_S = 0.2  # The catalog may tell only in a second why a table is another one
 _KEPT = pa.schema([*CHANGES, ("xid", pa.int64())])
 
 
@@ -122,6 +123,8 @@ class Reloads:
         self.readers = readers
         self.shape_of: Callable[[int], ShapeChange | None] = lambda oid: None
         """The record of a table's shape where the stream is."""
+        self.is_taken: Callable[[Relation], bool] = lambda shape: False
+        """Whether another table has this name where the stream is: that the table has another one is told later."""
         self._job: _Job | None = None
         self._due, self._failures = 0.0, 0
 
@@ -170,10 +173,11 @@ class Reloads:
             self._drop(0.0)
         elif job.read is not None and end.commit >= job.read.lsn and Releases.has_place(end):
             is_same = _place_of(self.shape_of(job.window.oid)) == _place_of(job.shape)
+            is_same = is_same and not self.is_taken(job.read.table.relation)
             if is_same and job.window.relations <= {job.read.table.relation}:
                 return self._release(job, job.read, end)
             logger.info("table %s was altered while it was read; its reload begins again", job.read.table.title)
-            self._drop(0.0)
+            self._drop(AGAIN_S)
         return None
 
     def _begin(self) -> None:
