@@ -106,20 +106,28 @@ def test_a_reload_survives_kills_of_the_capture(mirror: Mirror, point: str, monk
 
 
 def test_a_reload_begins_again_when_the_table_is_altered_meanwhile(
-    mirror: Mirror, monkeypatch: pytest.MonkeyPatch
+    mirror: Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mirror.run("CREATE TABLE t (id int PRIMARY KEY, v text)")
     mirror.run("INSERT INTO t SELECT g, 'v' FROM generate_series(1, 2000) g")
     mirror.start()
     mirror.settle()
-    for statement in (
-        "ALTER TABLE t ADD COLUMN a int DEFAULT 1",
-        "ALTER TABLE t DROP CONSTRAINT t_pkey",
-        "ALTER TABLE t ADD COLUMN s bigserial PRIMARY KEY",
-    ):
-        mirror.runner.holds.add({_oid(mirror, "t"): new_hold("t", "a test")})
-        mirror.step()
-        mirror.run(statement, "INSERT INTO t (id, v) SELECT max(id) + 1, 'new' FROM t")
+    mirror.end()
+    tickets = tmp_path / "tickets"
+    tickets.mkdir()
+    monkeypatch.setenv("PGCDC_FAILPOINTS", "reader.read=wait")
+    monkeypatch.setenv("PGCDC_FAILPOINT_TICKETS", str(tickets))
+    mirror.start()
+    mirror.runner.holds.add({_oid(mirror, "t"): new_hold("t", "a test")})
+    mirror.settle_until(
+        lambda: bool(list(mirror.state.snapshot.glob("reload-*.arrow")))
+    )  # it is read, and not released
+    mirror.run("ALTER TABLE t ADD COLUMN a int DEFAULT 1", "UPDATE t SET v = 'new', a = 2 WHERE id < 10")
+    mirror.run("ALTER TABLE t DROP CONSTRAINT t_pkey", "ALTER TABLE t ADD COLUMN s bigserial PRIMARY KEY")
+    mirror.run("DELETE FROM t WHERE id > 1990")
+    (tickets / "go").touch()
+    mirror.settle_until(lambda: not list(tickets.glob("*")))
+    tickets.rmdir()
     mirror.settle()
     assert compare(mirror.database.url, mirror.target, ["t"]) == []
 
