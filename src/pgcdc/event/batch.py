@@ -236,6 +236,23 @@ def _new_shapes(events: pa.Table) -> Bools:
     return result
 
 
+def is_single(batch: Batch) -> bool:
+    """Whether all events of a batch share one position, which is never cut."""
+    positions = batch.positions()
+    return len(positions) > 0 and positions[0] == positions[len(positions) - 1]
+
+
+def halve(batch: Batch) -> Batch:
+    """About the first half of a batch; all of it if it has one position only."""
+    positions = batch.positions().to_pylist()
+    if is_single(batch) or not positions:
+        return batch
+    half = batch.first(max(1, len(positions) // 2))
+    if len(half) == len(positions):  # the second half shares one position
+        half = batch.first(positions.index(positions[-1]))
+    return half
+
+
 # --- tables
 
 

@@ -35,7 +35,7 @@ from pgcdc.core.position import Position
 from pgcdc.core.relation import ShapeHistory
 from pgcdc.core.state import StateDir
 from pgcdc.event.audience import Audience
-from pgcdc.event.batch import Batch
+from pgcdc.event.batch import Batch, halve, is_single
 from pgcdc.event.changes import read_changes
 from pgcdc.event.edits import SimpleChain
 from pgcdc.sink.attempts import Attempts, Clock, DeliveryHooks, Refusal
@@ -397,20 +397,3 @@ def _named(refusal: Refusal, part: Batch) -> SinkRejected:
     return SinkRejected(
         f"{error.message} (the event at {position})", error.advice, [Reject(position, error.kind, error.text)]
     )
-
-
-def is_single(batch: Batch) -> bool:
-    """Whether all events of a batch share one position, which is never cut."""
-    positions = batch.positions()
-    return len(positions) > 0 and positions[0] == positions[len(positions) - 1]
-
-
-def halve(batch: Batch) -> Batch:
-    """About the first half of a batch; all of it if it has one position only."""
-    positions = batch.positions().to_pylist()
-    if is_single(batch) or not positions:
-        return batch
-    half = batch.first(max(1, len(positions) // 2))
-    if len(half) == len(positions):  # the second half shares one position
-        half = batch.first(positions.index(positions[-1]))
-    return half
