@@ -115,8 +115,7 @@ class Mirror:
         return True
 
     def read(self, start: dict[str, Any], end: dict[str, Any]) -> Batch:
-        chain = column_chain(self.chain)
-        chain.forms = ("tables",)
+        chain = self.program._pushed[0]  # type: ignore[attr-defined]
         schema, made = block_schema([chain]), []
         for partition in self.reader.partitions(start, end):
             options = EventOptions(described=partition.described, addressed=True)
@@ -208,12 +207,12 @@ class Mirror:
 
 
 @contextmanager
-def mirror_of(database: Database, folder: Path) -> Iterator[Mirror]:
+def mirror_of(database: Database, folder: Path, chain: Chain | None = None) -> Iterator[Mirror]:
     """A mirror in a database of its own on the same server, gone afterwards."""
     name = f"{database.name}_copy"
     with psycopg.connect(database.server.url(), autocommit=True) as admin:
         admin.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
-        made = Mirror(database, database.server.url(name), folder)
+        made = Mirror(database, database.server.url(name), folder, chain=chain)
         try:
             yield made
         finally:

@@ -5,18 +5,22 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psycopg
 import pytest
 from databases import Database
+from listening import wait_until
 from mirroring import Mirror, compare, mirror_of
 from snapshots import Backfill
 
+from pgcdc import transform
 from pgcdc.core.errors import SinkError
 from pgcdc.run.resync import Resync
 from pgcdc.run.table_reloads import hold_tables
 from pgcdc.sink.holds import new_hold
+from pgcdc.transform.specs import Chain
 
 
 @pytest.fixture
@@ -184,3 +188,37 @@ def test_a_new_slot_brings_missed_deletes_to_a_mirror(mirror: Mirror) -> None:
     mirror.start()
     mirror.settle()
     assert compare(mirror.database.url, mirror.target, ["t"]) == []
+
+
+USING, CONSTANT = "ALTER TABLE t ALTER COLUMN n TYPE int USING n * 10", "ALTER TABLE t ADD COLUMN x int DEFAULT 7"
+
+
+@pytest.mark.parametrize("ddl", [USING, CONSTANT])
+def test_ddl_behind_a_reload_in_the_same_batch_is_followed(mirror: Mirror, ddl: str) -> None:
+    mirror.run("CREATE TABLE t (id int PRIMARY KEY, n int)", "INSERT INTO t SELECT g, g FROM generate_series(1, 50) g")
+    mirror.start()
+    mirror.settle()
+    mirror.runner.holds.add({_oid(mirror, "t"): new_hold("t", "a test")})
+    mirror._reloads.follow()
+    wait_until(lambda: [one["status"] for one in mirror.snapshots()] == ["done"], 30, "it is read, and not delivered")
+    schemas = mirror.state.shapes_file.read_text().count("\n")
+    mirror.run(ddl, "INSERT INTO t (id, n) VALUES (99, 99)")
+
+    def is_noticed() -> bool:
+        mirror.reader._open().wait(0.05)  # as one that reads
+        return mirror.state.shapes_file.read_text().count("\n") > schemas
+
+    wait_until(is_noticed, 30, "the capture has seen it")
+    mirror.settle(also=lambda: compare(mirror.database.url, mirror.target, ["t"]) == [])
+    assert mirror.dead_letters() == []
+
+
+def test_a_filter_of_operations_does_not_keep_a_reload_out(database: Database, tmp_path: Path) -> None:
+    only = transform.filter(operations=["INSERT", "UPDATE", "DELETE"])
+    with mirror_of(database, tmp_path, chain=replace(Chain((only,)).made(), form="tables")) as mirror:
+        mirror.run("CREATE TABLE t (id int PRIMARY KEY, v text)")
+        mirror.start()
+        mirror.run("INSERT INTO t SELECT g, 'v' FROM generate_series(1, 20) g")
+        mirror.settle()
+        mirror.run("ALTER TABLE t ADD COLUMN x double precision DEFAULT random()", "INSERT INTO t VALUES (99, 'v')")
+        mirror.settle(also=lambda: compare(mirror.database.url, mirror.target, ["t"]) == [])

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar
 
 import pyarrow as pa
 import pytest
 
+from pgcdc.core.errors import ReloadNeeded, SinkUnavailable
 from pgcdc.core.position import Position
 from pgcdc.core.relation import Column, Op, Relation
-from pgcdc.event.audience import Audience, Letter, append_letter, drop_letters
+from pgcdc.core.state import StateDir
+from pgcdc.event.audience import Audience, Letter, append_letter, keep_letters
 from pgcdc.event.batch import Batch
-from pgcdc.event.forms import FORMS
+from pgcdc.event.forms import FORMS, Form
 from pgcdc.event.shape import TableShape
-from pgcdc.sink.contract import Progress
+from pgcdc.sink.contract import Progress, Sink, SinkContext
 from pgcdc.sink.holds import Hold, Holds
+from pgcdc.sink.runner import Runner
+from pgcdc.sink.spec import DeliveryOptions
 
 T, OTHER = 1, 2
 SHAPES = {oid: TableShape(Relation(oid, "public", f"t{oid}", "d", (Column("id", 23, -1, True),))) for oid in (T, OTHER)}
@@ -114,6 +119,61 @@ def test_what_is_delivered_is_dropped_at_the_start_and_readers_notice(file: Path
     for commit in (5, 6):
         append_letter(file, letter(commit, 0, "copy"))
     assert [one.first[:16] for one in audience.between(Position.end(4), Position.end(9))] == [f"{5:016X}", f"{6:016X}"]
-    drop_letters(file, Position.behind(5))
+    keep_letters(file, {str(Position.chunk_end(6, 0))})
     append_letter(file, letter(7, 0, "copy"))
     assert [one.first[:16] for one in audience.between(Position.end(4), Position.end(9))] == [f"{6:016X}", f"{7:016X}"]
+
+
+def test_a_batch_is_cut_where_a_reload_ends_so_that_what_follows_is_followed(file: Path) -> None:
+    append_letter(file, letter(5, 0, "copy", is_last=True))
+    one = holds(file, {T: Hold("r", "t1")})
+    whole = batch(Position.end(4), Position.end(7), row(Position.of_chunk(5, 0, 1), T), row(stream(6), T))
+    assert one.first_end(whole) == Position.chunk_end(5, 0)
+    part = whole.up_to(Position.chunk_end(5, 0))
+    assert (part.end, len(part)) == (Position.chunk_end(5, 0), 1) and one.first_end(part) is None
+
+
+class Kept(Sink):
+    """A target that is further than the ack says: its COMMIT succeeded while the session was lost."""
+
+    form: Form = "tables"
+    keeps_position: ClassVar[bool] = True
+
+    def __init__(self, at: Position) -> None:
+        self.at, self.tries = at, list[list[int]]()
+
+    def open(self, context: SinkContext) -> Position | None:
+        return self.at
+
+    def write(self, batch: Batch) -> None:
+        self.tries.append(batch.events.column("relation").to_pylist())
+        if len(self.tries) == 1:
+            raise ReloadNeeded(tables={T: ("t1", "why")})
+        if len(self.tries) == 2:
+            raise SinkUnavailable("later")
+
+
+def runner(file: Path, sink: Kept) -> Runner:
+    state = StateDir(file.parent)
+    state.snapshot.mkdir(exist_ok=True)
+    options = DeliveryOptions(max_retries=3, backoff_base=0.001, backoff_cap=0.002)
+    return Runner(sink, state.acks, "copy", options, say=lambda text: None)
+
+
+def test_a_hold_ends_also_if_the_target_was_further_than_the_ack(file: Path) -> None:
+    holds(file, {T: Hold("r", "t1")})
+    (file.parent / "snapshot").mkdir()
+    append_letter(file.parent / "snapshot" / "audience.jsonl", letter(5, 0, "copy", is_last=True))
+    made = runner(file, Kept(Position.end(6)))
+    made.open(Position.end(1))
+    assert made.ack == Position.end(6) and made.progress.holds == {}
+
+
+def test_a_table_that_is_held_stays_out_of_every_other_try(file: Path) -> None:
+    holds(file)
+    sink = Kept(Position.end(1))
+    made = runner(file, sink)
+    made.open(Position.end(1))
+    made.write(batch(Position.end(1), Position.end(9), row(stream(5), T), row(stream(6), OTHER)))
+    assert sink.tries == [[T, OTHER], [OTHER], [OTHER]]
+    assert list(made.progress.holds) == [T]

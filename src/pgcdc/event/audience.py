@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -26,6 +26,7 @@ class Letter:
     reload: str = ""  # The request whose rows replace the content of a table; "" for single rows
     oid: int = 0  # That table
     is_last: bool = False  # With it the table is whole again
+    table: str = ""  # Its name, for people
 
 
 _LETTER = TypeAdapter(Letter)
@@ -35,10 +36,11 @@ def append_letter(path: Path, letter: Letter) -> None:
     append_lines(path, [asdict(letter)])
 
 
-def drop_letters(path: Path, base: Position) -> None:
-    """Nobody needs anything up to `base` again. For the writer, at its start."""
+def keep_letters(path: Path, ends: Collection[str]) -> None:
+    """Only of releases that end there: others are delivered, or a crash came before they were released. For the writer, at
+    its start."""
     found = read_lines(path)
-    kept = [one for one in found if one["last"] > str(base)]
+    kept = [one for one in found if one["last"] in ends]
     if len(kept) < len(found):
         write_durably(path, b"".join(map(encode_line, kept)))
 
@@ -49,18 +51,19 @@ class Audience:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lines = GrowingLines(path)
-        self._file = 0
+        self._file = (0, 0)  # Its inode, and how long it was
         self._letters: list[Letter] = []
 
     def between(self, start: Position, end: Position) -> Sequence[Letter]:
         """What was addressed in (start, end], in order."""
         try:
-            file = os.stat(self._path).st_ino
+            found = os.stat(self._path)
         except FileNotFoundError:
             return ()
-        if file != self._file:  # the capture has started again and dropped what is delivered
-            self._file, self._lines, self._letters = file, GrowingLines(self._path), []
+        if found.st_ino != self._file[0] or found.st_size < self._file[1]:  # the capture has started again
+            self._lines, self._letters = GrowingLines(self._path), []
+        self._file = (found.st_ino, found.st_size)
         self._letters += map(_LETTER.validate_python, self._lines.read())
         first, last = (bisect_right(self._letters, str(one), key=lambda letter: letter.last) for one in (start, end))
-        found = self._letters[first : last + 1]  # a batch may end inside of the last one
-        return [one for one in found if one.first <= str(end)]
+        reached = self._letters[first : last + 1]  # a batch may end inside of the last one
+        return [one for one in reached if one.first <= str(end)]

@@ -93,6 +93,10 @@ class Batch:
             return self
         return replace(self, start=ack, events=self.events.filter(pc.greater(self.positions(), str(ack))))
 
+    def up_to(self, end: Position) -> Batch:
+        """The same batch without what comes behind `end`."""
+        return replace(self, end=end, events=self.events.filter(pc.less_equal(self.positions(), str(end))))
+
     def first(self, count: int) -> Batch:
         """The first `count` events, or a few more: events that share a position stay together."""
         return self.slice(0, count)

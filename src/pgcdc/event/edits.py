@@ -18,9 +18,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pgcdc.core.errors import ConfigError, TransformError
-from pgcdc.core.relation import Column, Op, Relation
+from pgcdc.core.relation import Column, Op, Relation, ShapeChange
 from pgcdc.core.secrets import read_secret
 from pgcdc.event.frame import Bools, Edit, Frame, reshaped, rewritten
+from pgcdc.spool.schema import ADDRESSED
 
 Step = Mapping[str, Any]
 TEXT_OID = 25
@@ -47,6 +48,7 @@ class SimpleChain:
     forms: tuple[str, ...] = ("lines",)
     """The wanted `event.forms`; `shapes`: its events (`event_column`) describe their tables."""
     is_partial: bool = False  # The chain does more to rows than this knows
+    hides_reloads: bool = False  # A filter of the chain leaves out what a reload brings
     _fates: dict[Relation, _Fate] = field(default_factory=dict)
     _keys: dict[tuple[str | None, str | None], bytes] = field(default_factory=dict)
 
@@ -184,7 +186,8 @@ class SimpleChain:
             if step["type"] == "filter":
                 passes = np.zeros(256, np.bool_)
                 passes[[Op[name] for name in step["operations"]]] = True
-                keep = passes[frame.op] if keep is None else keep & passes[frame.op]
+                passed: Bools = passes[frame.op] | _is_reload(frame)
+                keep = passed if keep is None else keep & passed
         return keep
 
     def _hide(self, values: pa.Array, steps: tuple[Step, ...]) -> pa.Array:
@@ -204,9 +207,32 @@ class SimpleChain:
         return found
 
 
+def _is_reload(frame: Frame) -> Bools:
+    """Rows by which an adapter replaces a copy: what filters leave out of the stream must not be missing there."""
+    if "origin" not in frame.owners.schema.names:
+        return np.zeros(len(frame), np.bool_)
+    is_addressed = pc.fill_null(pc.equal(frame.owners.column("origin"), ADDRESSED), False)
+    result: Bools = is_addressed.to_numpy(zero_copy_only=False)
+    return result
+
+
 def _is_text(steps: tuple[Step, ...]) -> bool:
     """Whether a mask put text into a column of another type."""
     return any(step["mode"] != "zero" for step in steps)
+
+
+def without_hidden(change: ShapeChange, chains: Iterable[SimpleChain]) -> ShapeChange:
+    """The change without values of columns that one of the chains drops or masks."""
+    columns = [column.name for column in change.after.columns]
+    fates = (zip(columns, one.fates(change.after), strict=True) for one in chains)
+    hidden = {name for one in fates for name, (after, is_masked) in one if after is None or is_masked}
+    if change.details is None or not hidden:
+        return change
+    shown = [
+        {key: value for key, value in one.items() if key != "missing" or one["name"] not in hidden}
+        for one in change.details["columns"]
+    ]
+    return replace(change, details={**change.details, "columns": shown})
 
 
 def dump_chains(chains: Iterable[SimpleChain]) -> str:

@@ -249,13 +249,11 @@ def _diff_rows(
     files = [one.get("filenode") for one in (before, after)]
     if None not in files and files[0] != files[1]:
         olds, news = ({one["attnum"]: one for one in details["columns"]} for details in (before, after))
-        # VACUUM FULL and TRUNCATE write the table anew as well, but touch no column, except for its missing value.
+        # VACUUM FULL and TRUNCATE write the table anew as well, but touch no column (unless it has a missing value).
         altered = [
             news[number]["name"]
             for number in olds.keys() & news.keys()
-            if {"since"} <= olds[number].keys() & news[number].keys()
-            and olds[number]["since"] != news[number]["since"]
-            and ("missing" in news[number] or "missing" not in olds[number])
+            if {"since"} <= olds[number].keys() & news[number].keys() and olds[number]["since"] != news[number]["since"]
         ]
         if altered:
             yield {"type": "rewritten", "columns": sorted(altered)}

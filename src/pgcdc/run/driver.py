@@ -263,6 +263,7 @@ class Driver:
         assert self._spark is not None and self._lanes is not None and self._prepared is not None
         assert self._table_reloads is not None
         self._enter("starting the query")
+        self._table_reloads.follow()  # before a run that ends: it waits for what is asked
         self._lanes.start(self._spark)
         self._enter("streaming")
         self._say(f"ready: slot {self._prepared.identity.stream} to {', '.join(self._chains.names)}")
@@ -280,6 +281,7 @@ class Driver:
                 if self.snapshot.follow(self.capture_status, self._lanes):
                     self._stop.set()
                 if ended:
+                    self._table_reloads.check_done()
                     return
             self._enter("stopping")
             giving_up = self._give_up_after(STOP_TIMEOUT_S + 1.5)

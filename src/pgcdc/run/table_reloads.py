@@ -3,7 +3,8 @@ well; and users hold tables themselves, of a pipeline that runs or one that has 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from pgcdc.run.supervisor import Lanes
 
 INTERVAL_S, RETRY_S = 0.25, 5.0
+HOLD_TIMEOUT_S = 30.0
 ASKED_FOR = "asked for by pgcdc resync"
 
 
@@ -38,29 +40,46 @@ class TableReloads:
     def follow(self) -> None:
         if not self._is_due():
             return
-        self._hold_added()
+        snapshots = {one["id"]: one for one in self._link.last_status().get("snapshots", ())}
+        self._hold_added(snapshots.values())
+        for name in self._asked & snapshots.keys():
+            if snapshots[name]["status"] in ("stopped", "failed"):  # its copy would never go on
+                self._asked.discard(name)
+                self._refused.setdefault(name, Every(RETRY_S, RETRY_S))
         for member in self._lanes.members():
             for oid, hold in list(member.sink.progress.holds.items()):
                 is_new = hold.table and hold.id not in self._asked
                 if is_new and (hold.id not in self._refused or self._refused[hold.id]()):
                     self._ask(member.name, oid, hold)
 
-    def _hold_added(self) -> None:
+    def _hold_added(self, snapshots: Iterable[dict[str, Any]]) -> None:
         """A new table without a key cannot be read row by row beside the stream. Copies of it can be made as a whole."""
-        for one in self._link.last_status().get("snapshots", ()):
+        for one in snapshots:
             if one["kind"] != "added" or one["status"] != "failed":
                 continue
             if one["id"] not in self._handed_over:
                 held = {one["oid"]: new_hold(one["table"], "it has no key, and had rows before it was captured")}
                 keyed = [member for member in self._lanes.members() if member.sink.progress.is_keyed]
-                done = [member.submit_other(partial(member.sink.holds.add, held)) for member in keyed]
+                done = [member.submit_other(partial(member.sink.hold, held)) for member in keyed]
                 self._handed_over[one["id"]] = done
                 for member in keyed:
                     self._say(f"adapter {member.name}: table {one['table']} has no key. It is read again as a whole")
             elif (done := self._handed_over[one["id"]]) and all(write.done() for write in done):
+                if any(write.exception() for write in done):
+                    del self._handed_over[one["id"]]
+                    continue
+                self._handed_over[one["id"]] = []
                 with suppress(PgcdcError):  # the next start holds it again
                     self._link.request({"do": "snapshot", "action": "stop", "id": one["id"]})
-                self._handed_over[one["id"]] = []
+
+    def check_done(self) -> None:
+        """At the end of a run that delivers everything up to now. Raises if a copy is not whole."""
+        held = [one.table for member in self._lanes.members() for one in member.sink.progress.holds.values()]
+        if held:
+            raise PgcdcError(
+                f"everything is delivered, but the copy of table {', '.join(held)} is still to be replaced",
+                "Run it again: it begins with that",
+            )
 
     def _ask(self, adapter: str, oid: int, hold: Hold) -> None:
         wanted = {"id": hold.id, "table": hold.table, "kind": "reload", "oid": oid, "adapters": [adapter]}
@@ -83,7 +102,7 @@ class TableReloads:
             raise ConfigError(f"there is no adapter {request['adapter']!r}", f"There are: {names}")
         _check_keyed(member.sink.progress)
         held = {int(oid): new_hold(table, ASKED_FOR) for oid, table in request["tables"].items()}
-        member.submit_other(lambda: member.sink.holds.add(held))
+        member.submit_other(lambda: member.sink.hold(held))
         return {"ids": [one.id for one in held.values()]}
 
 
@@ -103,8 +122,10 @@ def hold_tables(state: StateDir, captured: Sequence[Relation], tables: Sequence[
     if Lock.holder(state.run_lock) is not None:
         for adapter in adapters:
             request = {"do": "hold", "adapter": adapter, "tables": {str(oid): name for oid, name in wanted.items()}}
-            if not ask(state.run_lock, request):
+            said = ask(state.run_lock, request)
+            if not said:
                 raise StateError("the pipeline is starting or stopping", "Try again in a moment")
+            _await_holds(state, adapter, set(said["ids"]))
         return
     lock = Lock(state.run_lock)
     if lock.acquire() is None:
@@ -116,6 +137,18 @@ def hold_tables(state: StateDir, captured: Sequence[Relation], tables: Sequence[
             progress.hold({**progress.holds, **{oid: new_hold(name, ASKED_FOR) for oid, name in wanted.items()}})
     finally:
         lock.release()
+
+
+def _await_holds(state: StateDir, adapter: str, ids: set[str]) -> None:
+    """Until the adapter has it on disk: it may be in the middle of a batch."""
+    deadline = time.monotonic() + HOLD_TIMEOUT_S
+    while not ids <= {one.id for one in Progress(state.acks, adapter).holds.values()}:
+        if time.monotonic() > deadline:
+            raise StateError(
+                f"adapter {adapter} is busy with a batch and has not taken the request",
+                "See its last error in pgcdc status. Stop the pipeline and run this again: it then counts before any batch",
+            )
+        time.sleep(0.05)
 
 
 def _check_keyed(progress: Progress) -> None:

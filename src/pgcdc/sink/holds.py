@@ -72,6 +72,11 @@ class Holds:
                 holds = _advanced(holds, letter)
         return holds
 
+    def first_end(self, batch: Batch) -> Position | None:
+        """Where the first reload of a batch ends, if something comes behind it."""
+        ends = (Position.parse(one.last) for one in self._reloads(batch.start, batch.end) if one.is_last)
+        return next((end for end in ends if end < batch.end), None)
+
     def take(self, batch: Batch) -> Batch:
         """The rows of a batch that begins at the ack: without those of others, and of held tables only their reload."""
         letters = self._audience.between(batch.start, batch.end)
@@ -111,7 +116,7 @@ class Holds:
 def _advanced(holds: dict[int, Hold], letter: Letter) -> dict[int, Hold]:
     """The holds behind a release of a reload: its first one holds a table that nobody holds yet."""
     if letter.oid not in holds:
-        holds = {**holds, letter.oid: Hold(letter.reload, "")}
+        holds = {**holds, letter.oid: Hold(letter.reload, letter.table)}
     if letter.is_last and holds[letter.oid].id == letter.reload:
         return {oid: one for oid, one in holds.items() if oid != letter.oid}
     return holds

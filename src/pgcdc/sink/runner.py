@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import takewhile
@@ -40,7 +40,7 @@ from pgcdc.event.changes import read_changes
 from pgcdc.event.edits import SimpleChain
 from pgcdc.sink.attempts import Attempts, Clock, DeliveryHooks, Refusal
 from pgcdc.sink.contract import Progress, Sink, SinkContext
-from pgcdc.sink.holds import Holds, new_hold
+from pgcdc.sink.holds import Hold, Holds, new_hold
 from pgcdc.sink.letters.delivery import SetAside
 from pgcdc.sink.letters.record import DeadLetters
 from pgcdc.sink.spec import DeliveryOptions
@@ -184,6 +184,11 @@ class Runner:
         self._redelivered.clear()
         return left_out
 
+    def hold(self, tables: Mapping[int, Hold]) -> None:
+        """Take these tables only from their reload. Durable when this returns. SinkTimeout: a write still runs."""
+        with self.attempts.taken():
+            self.holds.add(tables)
+
     def stop(self) -> None:
         """End all waits: a running write may finish, nothing is retried. Undelivered batches raise."""
         self.attempts.stop()
@@ -240,7 +245,7 @@ class Runner:
             )
         reached = max(said or begin, begin)
         if progress.position != reached or progress.written != said or progress.is_rewound:
-            progress.save(reached, written=said)
+            progress.save(reached, written=said, holds=self.holds.after(begin, reached))
         progress.settle()
         self._is_untouched = self.sink.form == "tables" and known is None and reached == self._start
         self._is_open = True
@@ -277,7 +282,7 @@ class Runner:
         self._reopen()
         if self.sink.keeps_position and (self._reached >= part.end or (is_empty and not self._has_shapes(part))):
             return self._acknowledge(part.end)
-        rest = part.after(self._reached).without(self._delivered)
+        rest = self.holds.take(part.after(self._reached).without(self._delivered))
         began = self.attempts.clock.now()
         self._now = part
         try:
@@ -300,12 +305,7 @@ class Runner:
                     self.sink.write(batch)
                 return batch
             except ReloadNeeded as error:
-                if self.options.on_drift == "stop":
-                    name, reason = next(iter(error.tables.values()))
-                    raise SinkError(
-                        f"adapter {self.name}: table {name} cannot follow its source: {reason}",
-                        f"Replace the copy, then start again: pgcdc resync --table {name} --adapter {self.name}",
-                    ) from error
+                self._check_reload(error)
                 held = {oid: new_hold(*why) for oid, why in error.tables.items() if oid not in self.progress.holds}
                 if not held:
                     raise SinkError(f"adapter {self.name} cannot follow a table that it leaves out: {error}") from error
@@ -314,6 +314,17 @@ class Runner:
                 for one in held.values():
                     self._say(f"table {one.table}: {one.reason}. It is read again, and its copy replaced")
                 batch = self.holds.take(batch)
+
+    def _check_reload(self, error: ReloadNeeded) -> None:
+        name, reason = next(iter(error.tables.values()))
+        message = f"adapter {self.name}: table {name} cannot follow its source: {reason}"
+        if self.chain().hides_reloads:
+            raise SinkError(
+                message, "Add TRUNCATE and SNAPSHOT to its filter of operations: a reload needs both"
+            ) from error
+        if self.options.on_drift == "stop":
+            advice = f"Replace the copy, then start again: pgcdc resync --table {name} --adapter {self.name}"
+            raise SinkError(message, advice) from error
 
     def _has_shapes(self, part: Batch) -> bool:
         """Whether a table has another shape somewhere in it, which a keyed sink follows even without a row."""
@@ -374,6 +385,8 @@ class Runner:
         """As much of a batch as the sink can do in time and the rate limit allows at once, if the sink takes parts."""
         if self.sink.whole_batches:
             return batch
+        if (end := self.holds.first_end(batch)) is not None:  # from there on its table is followed again
+            return batch.up_to(end)
         batch = batch.first(self._part) if self._part else batch
         if self.attempts.bucket is None or len(batch) <= self.attempts.bucket.burst:
             return batch

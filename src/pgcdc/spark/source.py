@@ -23,7 +23,7 @@ from pgcdc.core.errors import ConfigError, GapError, SpoolError
 from pgcdc.core.position import Position
 from pgcdc.core.relation import Relation, ShapeChange
 from pgcdc.event.columns import EVENT_COLUMNS, EVENT_SCHEMA, KEY_COLUMNS, SHAPE_COLUMNS, TEXT_COLUMNS
-from pgcdc.event.edits import parse_chains
+from pgcdc.event.edits import parse_chains, without_hidden
 from pgcdc.event.events import block_schema, drop_unwanted, event_batch, pack_block
 from pgcdc.event.forms import form_of
 from pgcdc.event.lines import IdSeed
@@ -313,7 +313,9 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if not self._options.events.schema_events:
             return []
         feed.shapes.refresh()
-        return [change for change in feed.shapes.between(begin, stop) if change.before is not None]
+        chains = parse_chains(self._options.chains)
+        changes = (change for change in feed.shapes.between(begin, stop) if change.before is not None)
+        return [without_hidden(change, chains) for change in changes]
 
     def _describe(self, feed: Feed, relations: list[Relation], stop: Position) -> Described:
         """More about shapes, if the query's column `shape` or its chains need it; as it was known up to `stop`."""

@@ -330,7 +330,10 @@ def column_chain(chain: Chain) -> SimpleChain:
     steps = list(map(from_spec, chain.transforms))
     known = [one.step for one in steps if one.type in ("drop_columns", "rename_fields", "mask")]
     routes = tuple(map(full_pattern, chain.routes))
-    return SimpleChain(routes, tuple(known), is_partial=not all(one.is_simple for one in steps))
+    is_partial = not all(one.is_simple for one in steps)
+    filters = [set(one.step["operations"]) for one in steps if one.type == "filter"] if is_partial else []
+    hides = any(not {"TRUNCATE", "SNAPSHOT"} <= one for one in filters)
+    return SimpleChain(routes, tuple(known), is_partial=is_partial, hides_reloads=hides)
 
 
 def _check_names(one: Transform, gone: dict[str, str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -49,7 +50,7 @@ class VerifyBeside:
             return
         with open_log(self._state.path / "verify.log") as log:
             self._child = subprocess.Popen(
-                ["nice", sys.executable, "-m", "pgcdc.run.verify"], stdin=subprocess.PIPE, stdout=log, stderr=log
+                [sys.executable, "-m", "pgcdc.run.verify"], stdin=subprocess.PIPE, stdout=log, stderr=log
             )
         assert self._child.stdin is not None
         with contextlib.suppress(BrokenPipeError):
@@ -75,6 +76,7 @@ def run_child() -> int:
     from pgcdc.run.verify.job import Verify
     from pgcdc.sink.spec import keep_secrets
 
+    os.nice(10)
     job: tuple[Any, Chains] = pickle.load(sys.stdin.buffer)
     config, chains = job
     keep_secrets([config.db, config.dlq_db], chains.specs, chains.transforms)

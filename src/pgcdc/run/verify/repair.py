@@ -44,11 +44,12 @@ def repair(state: StateDir, comparisons: Sequence[Comparison], notebook: Noteboo
 
 def _wait(state: StateDir, names: Sequence[str]) -> dict[str, str]:
     """Until these requests have ended: the error of each, or an empty text."""
-    while True:
-        known = {one["id"]: one for one in list_snapshots(state)}
-        ended = {name: known[name] for name in names if name in known and known[name]["status"] in ENDED}
+    ended: dict[str, str] = {}
+    while True:  # only the last requests that ended are known
+        found = [one for one in list_snapshots(state) if one["id"] in names and one["status"] in ENDED]
+        ended |= {one["id"]: one.get("error") or "" for one in found}
         if len(ended) == len(names):
-            return {name: one.get("error") or "" for name, one in ended.items()}
+            return ended
         if Lock.holder(state.run_lock) is None:
             raise StateError("the pipeline ended before everything was repaired", "Start it: it goes on with that")
         time.sleep(POLL_S)

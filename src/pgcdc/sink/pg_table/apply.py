@@ -165,10 +165,12 @@ class Applier:
         names = [column.name for column in run.relation.columns]
         target = writer.targets.of(source)
         key = choose_key(source, replace(target, primary_key=()) if target is not None else None, names)
-        history = [change for change in self._shapes.changes if change.after.oid == run.relation.oid]
-        named = list(self._shapes.of(*source.name))
+        history, named = self._history(run.relation.oid), list(self._shapes.of(*source.name))
         rebuild(writer.targets, source, key, history, self._taken(run.relation.oid, _LAST), named)
         writer.forget(source)
+
+    def _history(self, oid: int) -> list[ShapeChange]:
+        return [change for change in self._shapes.changes if change.after.oid == oid]
 
     def _taken(self, oid: int, position: Position) -> set[TableName]:
         """The names at the target that belong to other tables by then."""
@@ -249,7 +251,8 @@ class Applier:
         """Repeat the source's change at the target."""
         is_new = not self._shapes.takes_name(change)
         taken = self._taken(change.after.oid, change.position)
-        follow(self._open().targets, change, self._chain(), taken, is_new=is_new)
+        history = [one for one in self._history(change.after.oid) if one.position < change.position]
+        follow(self._open().targets, change, self._chain(), history, taken, is_new=is_new)
         if change.before is not None and self._rejected.waiting:
             before = describe_source(change.before, change.before_details)
             after = describe_source(change.after, change.details)

@@ -32,10 +32,16 @@ _UNFIT = (
 
 
 def follow(
-    targets: Targets, change: ShapeChange, chain: SimpleChain, taken: Collection[TableName], *, is_new: bool
+    targets: Targets,
+    change: ShapeChange,
+    chain: SimpleChain,
+    history: Iterable[ShapeChange],
+    taken: Collection[TableName],
+    *,
+    is_new: bool,
 ) -> None:
-    """Repeat a change of a source table at the target. `taken`: the names of other tables there; `is_new`: no other table
-    had its name before. Raises ReloadNeeded if the rows cannot follow."""
+    """Repeat a change of a source table at the target. `history`: of this table; `taken`: the names of other tables there;
+    `is_new`: no other table had its name before. Raises ReloadNeeded if the rows cannot follow."""
     if targets.options.evolve != "full" or not chain.is_routed(change.after):
         return
     name = targets.name_of((change.after.namespace, change.after.name))
@@ -59,6 +65,9 @@ def follow(
         raise _needed(change, reason)
     target = targets.find(name)
     if target is not None:
+        ours = {column.name for one in history for column in behind(one, chain).after.columns}
+        if mine := _in_the_way(target, differences) - ours:
+            raise _needed(change, f"the target has a column {', '.join(sorted(mine))} that the source did not have")
         _follow_columns(targets, target, differences, change)
         _follow_key(targets, name, change, chain)
 
@@ -148,7 +157,7 @@ def _rename(targets: Targets, old: TableName, new: TableName) -> str:
 
 
 def _follow_columns(
-    targets: Targets, target: TargetTable, differences: Iterable[Difference], change: ShapeChange
+    targets: Targets, target: TargetTable, differences: Sequence[Difference], change: ShapeChange
 ) -> None:
     found: dict[str, list[Any]] = {}
     for one in differences:
@@ -161,8 +170,7 @@ def _follow_columns(
     renames = {one["from"]: one["to"] for one in found.get("column_renamed", ()) if one["from"] in target.columns}
     replaced = {one["column"]: one for one in found.get("column_replaced", ()) if one["column"] in target.columns}
     added = {one["column"]: one for one in [*found.get("column_added", ()), *replaced.values()]}
-    # What stands in the way: columns that the source dropped earlier, and those that are replaced.
-    for column in {*renames.values(), *added} & (set(target.columns) - set(renames)):
+    for column in _in_the_way(target, differences):
         _alter(targets, target, f"DROP COLUMN {quote_identifier(column)}")
     aside = {old: f"pgcdc_moving_{number}" for number, old in enumerate(renames)} if len(renames) > 1 else {}
     for old, between in aside.items():
@@ -177,6 +185,15 @@ def _follow_columns(
         _add(targets, target, added, change)
 
 
+def _in_the_way(target: TargetTable, differences: Iterable[Difference]) -> set[str]:
+    """Columns of the target whose names are needed: the source dropped them earlier, or replaces them."""
+    renames = {one["from"]: one["to"] for one in differences if one["type"] == "column_renamed"}
+    added = {one["column"] for one in differences if one["type"] in ("column_added", "column_replaced")}
+    return {*(new for old, new in renames.items() if old in target.columns), *added} & (
+        set(target.columns) - set(renames)
+    )
+
+
 def _add(targets: Targets, target: TargetTable, added: dict[str, Difference], change: ShapeChange) -> None:
     source = describe_source(change.after, change.details)
     wanted = {column: source.types.get(column) or (one["new_type"],) for column, one in added.items()}
@@ -187,9 +204,7 @@ def _add(targets: Targets, target: TargetTable, added: dict[str, Difference], ch
         _alter(targets, target, f"ADD COLUMN {quoted} {kind}{f' DEFAULT {text}' if text else ''}")
         if text:  # old rows have it now; new ones bring their own value
             _alter(targets, target, f"ALTER COLUMN {quoted} DROP DEFAULT")
-    values = {column: one["default"] for column, one in added.items() if one.get("default") is not None}
-    old = f"; old rows have {', '.join(f'{column} = {value}' for column, value in values.items())}" if values else ""
-    targets.say(f"table {target.title}: column {', '.join(added)} added{note}{old}")
+    targets.say(f"table {target.title}: column {', '.join(added)} added{note}")
 
 
 def _retype(targets: Targets, name: TableName, one: Difference) -> None:

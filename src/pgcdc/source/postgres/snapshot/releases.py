@@ -29,7 +29,8 @@ from pgcdc.core.failpoint import hit
 from pgcdc.core.position import LAST_CHUNK, MAX_CHUNK_ROWS, SNAPSHOT, Position
 from pgcdc.core.relation import OldKind, Op, Relation, Relations
 from pgcdc.core.state import append_lines, fsync_folder, read_lines
-from pgcdc.event.audience import Letter, append_letter, drop_letters
+from pgcdc.event.audience import Letter, append_letter, keep_letters
+from pgcdc.postgres.database import name_table
 from pgcdc.source.postgres.snapshot.copy import row_lists
 from pgcdc.spool.schema import ADDRESSED, CHANGES, TRANSACTIONS
 from pgcdc.spool.segment import CaptureBatch, Part, Written, checksum_file
@@ -114,12 +115,12 @@ class Releases:
         self.folder, self.keeps_log = folder, keeps_log
         """Whether the whole log is needed, including delivered rows: an initial snapshot is running."""
         self._log, self._audience = folder / "releases.jsonl", folder / "audience.jsonl"
-        drop_letters(self._audience, base)
         raws = read_lines(self._log)
         self._known = [_RELEASE.validate_python(raw) for raw in raws]
         self.found = [(one.note, one.staged.rows) for one in self._known if one.note]
         """The log's notes with their numbers of rows: for recovery."""
         self.forget(base)
+        keep_letters(self._audience, {str(one.end) for one in self._known if one.adapters})
 
     def add(
         self,
@@ -141,8 +142,9 @@ class Releases:
         chunk = after.chunk + 1 if after.is_snapshot else 0
         release = Release(after.commit, chunk, staged, relation.to_json() if relation else None, note or {}, adapters)
         if adapters:
-            first, oid = str(Position.of_chunk(after.commit, chunk, 0)), relation.oid if relation else 0
-            append_letter(self._audience, Letter(first, str(release.end), adapters, reload, oid, is_last))
+            first, last = str(Position.of_chunk(after.commit, chunk, 0)), str(release.end)
+            oid, title = (relation.oid, name_table(relation.namespace, relation.name)) if relation else (0, "")
+            append_letter(self._audience, Letter(first, last, adapters, reload, oid, is_last, title))
         hit("releases.before_log")
         append_lines(self._log, [asdict(release)])
         hit("releases.after_log")

@@ -16,6 +16,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -83,6 +84,8 @@ class TableWindow:
             yield from _unseen(part, snapshot)
 
     def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
         self._path.unlink(missing_ok=True)
 
 
@@ -136,7 +139,7 @@ class Reloads:
     def due_s(self) -> float:
         """Seconds until `step` may have something to do by itself."""
         if self._job is not None and self._job.read is not None:
-            return 0.0
+            return 0.02
         is_next = self._job is None and self._queue.next(is_reload=True) is not None
         return max(0.0, self._due - time.monotonic()) if is_next else 60.0
 
@@ -226,6 +229,7 @@ class Reloads:
             job.window.close()
             if job.read is None:
                 self.readers.close()  # it may read for long
+                self._releases.remove_unknown(())
 
     def _remove(self, files: list[Staged]) -> None:
         for one in files:
@@ -241,7 +245,7 @@ class Reloads:
             staged = job.files.pop(0)
         else:
             mark = snapshot_mark(Op.SNAPSHOT_COMPLETED, job.id, "reload", relation, read.rows)
-            staged = self._releases.stage([*job.window.unseen(read.snapshot), mark])
+            staged = self._releases.stage(chain(job.window.unseen(read.snapshot), [mark]))
         whose = request.adapters
         release = self._releases.add(end, staged, relation, adapters=whose, reload=job.id, is_last=is_last)
         job.first = job.first or release

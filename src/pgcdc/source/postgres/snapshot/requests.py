@@ -276,7 +276,7 @@ class RequestQueue:
     def ensure(self, request: SnapshotRequest) -> None:
         """Queue a request unless it waits or runs already: who asks for it may ask again after a crash."""
         known = self._states.get(request.id)
-        if known is None or known.is_ended:
+        if known is None or (known.is_ended and known.status != "done"):
             self._states.pop(request.id, None)
             self.add(request)
 
@@ -364,6 +364,8 @@ class RequestQueue:
 
     def _find(self, name: str, *statuses: str) -> RequestState:
         fitting = [one for one in self._states.values() if one.status in statuses]
+        if not name:  # a reload is nobody's request: without it a copy would never go on
+            fitting = [one for one in fitting if one.request.kind != "reload"]
         fitting.sort(key=lambda one: one.status != "running")
         found = next((one for one in fitting if name in ("", one.id)), None)
         if found is None:
