@@ -20,7 +20,7 @@ from psycopg import sql
 
 from pgcdc.core.errors import ReloadNeeded
 from pgcdc.core.position import Position
-from pgcdc.core.relation import Relations, ShapeHistory
+from pgcdc.core.relation import Relations, ShapeChange, ShapeHistory
 from pgcdc.core.state import StateDir
 from pgcdc.event.batch import Batch
 from pgcdc.event.changes import read_changes
@@ -37,6 +37,7 @@ from pgcdc.sink.pg_table.options import PgTableOptions
 from pgcdc.sink.pg_table.target import Blame, blame, describe_fault
 from pgcdc.source.postgres.options import ToastOptions
 from pgcdc.source.postgres.setup.guard import ShapeObserver
+from pgcdc.source.postgres.setup.shapes import read_catalog
 from pgcdc.source.postgres.setup.slots import create_slot
 from pgcdc.source.postgres.setup.tables import find_published
 from pgcdc.source.postgres.snapshot.copy import copy_rows, copy_statement
@@ -118,6 +119,14 @@ class Source:
                     shapes.append(beside)
         empty = pa.schema([("position", pa.string()), *FORMS["tables"]]).empty_table()
         return Batch(start, self.end, pa.concat_tables([empty, *tables]), read_shapes(shapes))
+
+    def described_again(self, table: str, statement: str) -> ShapeChange:
+        """What the catalog says otherwise after a statement than when a row told the table's shape last."""
+        self._history.refresh()
+        last = [change for change in self._history.changes if change.after.name == table][-1]
+        self.run(statement)
+        details = read_catalog(self.sql, [last.after], ["p"]).describe(last.after)
+        return ShapeChange(last.position, last.after, last.after, details, last.details)
 
     def whole_table(self, oid: int) -> Batch:
         """The rows of a table as its reload brings them, behind everything that was read."""

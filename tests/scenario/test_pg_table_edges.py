@@ -13,6 +13,7 @@ from running import run
 
 from pgcdc.core.errors import SinkError
 from pgcdc.core.state import StateDir
+from pgcdc.event.shape import diff_shapes
 from pgcdc.playground.postgres import EmbeddedPostgres
 from pgcdc.postgres.database import connect
 from pgcdc.sink.pg_table.options import PgTableOptions
@@ -332,3 +333,24 @@ def test_updates_that_find_no_row_are_counted_and_make_it(pair: tuple[Source, Mi
     )
     assert mirror.applier.missed == {"t": 1}
     assert mirror.rows("SELECT * FROM t ORDER BY id") == [(2, 9), (3, 5), (4, 5)]
+
+
+def test_a_column_that_somebody_made_at_the_target_is_not_dropped(pair: tuple[Source, Mirror]) -> None:
+    source, mirror = pair
+    mirror.apply(source.read("CREATE TABLE t (id int PRIMARY KEY)", "INSERT INTO t VALUES (1)"))
+    mirror.sql.execute("ALTER TABLE t ADD note text DEFAULT 'mine'")
+    mirror.apply(source.read("ALTER TABLE t ADD note varchar(20) DEFAULT 'new'", "INSERT INTO t VALUES (2, 'x')"))
+    assert list(mirror.held.values()) == ["the target has a column note that the source did not have"]
+    mirror.reload(source)
+    assert mirror.rows("SELECT id, note, pg_typeof(note)::text FROM t ORDER BY 1") == [
+        (1, "new", "text"),
+        (2, "x", "text"),
+    ]
+
+
+def test_a_rewrite_of_a_column_with_a_missing_value_is_noticed(pair: tuple[Source, Mirror]) -> None:
+    source, mirror = pair
+    mirror.apply(source.read("CREATE TABLE t (id int PRIMARY KEY)", "INSERT INTO t VALUES (1)"))
+    mirror.apply(source.read("ALTER TABLE t ADD v int DEFAULT 5", "INSERT INTO t VALUES (2, 2)"))
+    change = source.described_again("t", "ALTER TABLE t ALTER v TYPE int USING v * 100")
+    assert [one["type"] for one in diff_shapes(change)] == ["rewritten"]

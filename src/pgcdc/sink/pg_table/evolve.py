@@ -66,7 +66,10 @@ def follow(
     target = targets.find(name)
     if target is not None:
         ours = {column.name for one in history for column in behind(one, chain).after.columns}
-        if mine := _in_the_way(target, differences) - ours:
+        mine = _in_the_way(target, differences) - ours
+        made = {one["column"] for one in differences if one.get("column") in mine and _is_made(targets, target, one)}
+        differences = [one for one in differences if one.get("column") not in made]  # somebody was first
+        if mine := mine - made:
             raise _needed(change, f"the target has a column {', '.join(sorted(mine))} that the source did not have")
         _follow_columns(targets, target, differences, change)
         _follow_key(targets, name, change, chain)
@@ -97,9 +100,11 @@ def rebuild(
     ours = {
         column: {kind for one in (*history, *named) for kind in _types_of(one).get(column, ())} for column in columns
     }
+    known = targets.existing(kind for kinds in ours.values() for kind in kinds)
     for column, kind in types.items():
         had = target.columns.get(column)
-        if had is not None and had.type != kind and (had.type in ours[column] or had.type == "text"):
+        was_ours = had is not None and (had.type in ours[column] or (had.type == "text" and not ours[column] <= known))
+        if had is not None and had.type != kind and was_ours:
             _alter(targets, target, f"DROP COLUMN {quote_identifier(column)}")
     for column, had in target.columns.items():
         if column not in types and had.is_required and column not in target.primary_key:
@@ -192,6 +197,16 @@ def _in_the_way(target: TargetTable, differences: Iterable[Difference]) -> set[s
     return {*(new for old, new in renames.items() if old in target.columns), *added} & (
         set(target.columns) - set(renames)
     )
+
+
+def _is_made(targets: Targets, target: TargetTable, one: Difference) -> bool:
+    """Whether somebody has added a column at the target as the source has now, old rows included."""
+    if one["type"] != "column_added":
+        return False
+    column, default = quote_identifier(one["column"]), one.get("default")
+    value = "NULL" if default is None else f"{quote_literal(default)}::{target.columns[one['column']].type}"
+    other = f"SELECT 1 FROM {target.sql} WHERE {column} IS DISTINCT FROM {value} LIMIT 1"
+    return targets.conn.execute(other.encode()).fetchone() is None
 
 
 def _add(targets: Targets, target: TargetTable, added: dict[str, Difference], change: ShapeChange) -> None:
