@@ -245,7 +245,7 @@ def compare(source: str, target: str, tables: Sequence[str]) -> list[str]:
             columns = [name for (name,) in here.execute(_COLUMNS, (table,))]
             try:
                 known = {name for (name,) in there.execute(_COLUMNS, (table,))}
-            except psycopg.errors.UndefinedTable:
+            except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName):
                 there.rollback()
                 if here.execute(f"SELECT count(*) FROM {table}".encode()).fetchone() != (0,):
                     found.append(f"{table}: not at the target")

@@ -59,6 +59,22 @@ FOUND: dict[str, tuple[Group, ...]] = {
             "ALTER TABLE t ADD PRIMARY KEY (sid)", "ALTER TABLE t DROP COLUMN id",
         ), how="whole"),
     ),
+    "rewritten before a shape that no look has seen": (
+        Group(TABLE),
+        BEGUN,
+        Group((
+            "ALTER TABLE t ADD COLUMN n int", "ALTER TABLE t ADD COLUMN b int", "UPDATE t SET b = id",
+        ), then="look"),
+        Group((
+            "ALTER TABLE t ALTER b TYPE int USING b * 2", "ALTER TABLE t RENAME a TO a2", "UPDATE t SET n = 1 WHERE id < 4",
+            "ALTER TABLE t DROP COLUMN n",
+        ), how="whole"),
+    ),
+    "a table without a key under the name of one that had a key": (
+        Group((*TABLE, "CREATE TABLE bag (a int)", "ALTER TABLE bag REPLICA IDENTITY FULL", "INSERT INTO bag VALUES (1)")),
+        BEGUN,
+        Group(("ALTER TABLE t RENAME TO t2", "ALTER TABLE bag RENAME TO t", "INSERT INTO t VALUES (2)")),
+    ),
     "a type that is gone when the catalog is asked": (
         Group(("CREATE TYPE mood AS ENUM ('fine')", *TABLE)),
         BEGUN,

@@ -245,7 +245,9 @@ class Applier:
 
     def _describe(self, run: TableChanges, position: str) -> SourceTable:
         name = run.relation.namespace, run.relation.name
-        return describe_source(run.relation, run.details, self._shapes.in_force(*name, Position.parse(position)))
+        known = self._shapes.in_force(*name, Position.parse(position))
+        is_same = known is not None and known.after.oid == run.relation.oid  # another table may have had the name
+        return describe_source(run.relation, run.details, known if is_same else None)
 
     def _follow(self, change: ShapeChange) -> None:
         """Repeat the source's change at the target."""

@@ -15,6 +15,7 @@ from pgcdc.postgres.types.catalog import BUILT_IN, TypeCatalog, type_name
 from pgcdc.source.postgres.setup.tables import RULES_SINCE, TableColumn, read_columns
 
 _MAX_GUESSES = 10_000
+_KEPT = ("filenode", "leaves", "attached", "joined", "published", "member")
 
 # The catalog as the transaction's snapshot sees it, not as it is now. Without locks: somebody may be altering a partition. A
 # partition that was made as one has a column that was never touched since: ATTACH would have counted its
@@ -93,7 +94,7 @@ class CatalogLook:
         - `mixed`, its columns in which old rows have several constants
         - `published`, the row filter and column list of the publications
         - `member`: the entry in the catalog by which updates and deletes are published; 0: only inserts are
-        - `is_proven`: the table had moved on, and what is not there is not known
+        - `is_proven`: the table had moved on; files, partitions and publications are those of the shape before
         """
         entry = self.entries.get(shape.oid)
         if entry is None:
@@ -117,6 +118,7 @@ class CatalogLook:
         self, shape: Relation, numbers: list[int], before: Mapping[str, Any], entry: CatalogEntry
     ) -> dict[str, Any]:
         live = {(one.number, one.type_oid, one.typmod): one for one in entry.columns}
+        lasts = {one["attnum"]: one for one in before["columns"]}
         columns = []
         for one, number in zip(shape.columns, numbers, strict=True):
             now = live.get((number, one.type_oid, one.typmod))
@@ -124,7 +126,9 @@ class CatalogLook:
                 type_name(one.type_oid, one.typmod) if one.type_oid in BUILT_IN.types else self.types.name(one.type_oid)
             )
             told = (now.pg_type, now.ndims) if now is not None else (name, 0)
-            columns.append({"name": one.name, "attnum": number, "type": told[0], "ndims": told[1], "not_null": False})
+            last = {key: value for key, value in lasts.get(number, {}).items() if key in ("since", "missing")}
+            shown = {"name": one.name, "attnum": number, "type": told[0], "ndims": told[1], "not_null": False}
+            columns.append({**shown, **last})
         names = {one["attnum"]: one["name"] for one in columns}
         old = {one["name"]: one["attnum"] for one in before["columns"]}
         identity = {one.name for one in shape.columns if one.is_key}
@@ -138,7 +142,9 @@ class CatalogLook:
         else:
             key = [] if None in keys[0] else keys[0]
         natts = max(before["natts"], *numbers)
-        return {"columns": columns, "primary_key": key, "types": None, "natts": natts, "is_proven": True}
+        # What was known last stays: the next look must see what has changed since, whenever that was.
+        kept = {name: before[name] for name in _KEPT if name in before}
+        return {"columns": columns, "primary_key": key, "types": None, **kept, "natts": natts, "is_proven": True}
 
 
 def read_catalog(sql: Connection, shapes: Iterable[Relation], publications: Sequence[str]) -> CatalogLook:
