@@ -198,13 +198,13 @@ class Mirror:
         while True:
             try:
                 with self.sql.transaction():
-                    found = self.applier.apply(self._without_held(self._as_tables(batch)), refused)
+                    found = self.applier.apply(self.without_held(self._as_tables(batch)), refused)
                 break
             except ReloadNeeded as error:
                 self.held |= {oid: reason for oid, (_, reason) in error.tables.items()}
         self.tables = self.applier.tables = found
 
-    def _without_held(self, batch: Batch) -> Batch:
+    def without_held(self, batch: Batch) -> Batch:
         out = [number for number, shape in batch.shapes.items() if shape.relation.oid in self.held]
         if not out:
             return batch
