@@ -222,3 +222,17 @@ def test_a_filter_of_operations_does_not_keep_a_reload_out(database: Database, t
         mirror.settle()
         mirror.run("ALTER TABLE t ADD COLUMN x double precision DEFAULT random()", "INSERT INTO t VALUES (99, 'v')")
         mirror.settle(also=lambda: compare(mirror.database.url, mirror.target, ["t"]) == [])
+
+
+def test_a_table_that_is_dropped_while_it_is_held_is_let_go(mirror: Mirror) -> None:
+    mirror.run(
+        "CREATE TABLE t (id int PRIMARY KEY)", "CREATE TABLE other (id int PRIMARY KEY)", "INSERT INTO t VALUES (1)"
+    )
+    mirror.start()
+    mirror.settle()
+    oid = _oid(mirror, "t")
+    mirror.run("DROP TABLE t")
+    mirror.runner.holds.add({oid: new_hold("t", "a test")})
+    mirror.run("INSERT INTO other VALUES (1)")
+    mirror.settle()
+    assert mirror.runner.progress.holds == {} and compare(mirror.database.url, mirror.target, ["other"]) == []

@@ -14,7 +14,7 @@ from pgcdc.core.errors import ConfigError, ConnectionLost, PgcdcError, StateErro
 from pgcdc.core.relation import Relation
 from pgcdc.core.state import Lock, StateDir
 from pgcdc.postgres.database import name_table, split_table
-from pgcdc.run.member import WriteFuture
+from pgcdc.run.member import Member, WriteFuture
 from pgcdc.run.progress import Every
 from pgcdc.sink.contract import Progress
 from pgcdc.sink.holds import Hold, new_hold
@@ -50,7 +50,7 @@ class TableReloads:
             for oid, hold in list(member.sink.progress.holds.items()):
                 is_new = hold.table and hold.id not in self._asked
                 if is_new and (hold.id not in self._refused or self._refused[hold.id]()):
-                    self._ask(member.name, oid, hold)
+                    self._ask(member, oid, hold)
 
     def _hold_added(self, snapshots: Iterable[dict[str, Any]]) -> None:
         """A new table without a key cannot be read row by row beside the stream. Copies of it can be made as a whole."""
@@ -81,13 +81,16 @@ class TableReloads:
                 "Run it again: it begins with that",
             )
 
-    def _ask(self, adapter: str, oid: int, hold: Hold) -> None:
+    def _ask(self, member: Member, oid: int, hold: Hold) -> None:
+        adapter = member.name
         wanted = {"id": hold.id, "table": hold.table, "kind": "reload", "oid": oid, "adapters": [adapter]}
         try:
             self._link.request({"do": "snapshot", "action": "add", **wanted})
         except ConnectionLost:
             return  # the next look tries again
         except PgcdcError as error:
+            if "is no longer captured" in error.message:  # it was dropped: nothing comes of it again
+                member.submit_other(lambda: member.sink.hold({}, without=oid))
             if hold.id not in self._refused:
                 self._say(f"adapter {adapter}: table {hold.table} cannot be read again: {error}")
             self._refused.setdefault(hold.id, Every(RETRY_S, RETRY_S))

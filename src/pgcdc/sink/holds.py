@@ -56,9 +56,10 @@ class Holds:
     def __init__(self, audience: Audience, progress: Progress, adapter: str, *, is_keyed: bool) -> None:
         self._audience, self._progress, self._adapter, self._is_keyed = audience, progress, adapter, is_keyed
 
-    def add(self, tables: Mapping[int, Hold]) -> None:
-        """Hold these tables. Durable when this returns."""
-        self._progress.hold({**self._progress.holds, **tables})
+    def add(self, tables: Mapping[int, Hold], without: int = 0) -> None:
+        """Hold these tables, and no longer `without`. Durable when this returns."""
+        kept = {oid: one for oid, one in self._progress.holds.items() if oid != without}
+        self._progress.hold({**kept, **tables})
 
     def is_addressed(self, start: Position, end: Position) -> bool:
         """Whether something in (start, end] is not for everybody."""

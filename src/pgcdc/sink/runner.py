@@ -184,10 +184,11 @@ class Runner:
         self._redelivered.clear()
         return left_out
 
-    def hold(self, tables: Mapping[int, Hold]) -> None:
-        """Take these tables only from their reload. Durable when this returns. SinkTimeout: a write still runs."""
+    def hold(self, tables: Mapping[int, Hold], without: int = 0) -> None:
+        """Take these tables only from their reload, and no longer `without`. Durable when this returns. SinkTimeout: a write
+        still runs."""
         with self.attempts.taken():
-            self.holds.add(tables)
+            self.holds.add(tables, without)
 
     def stop(self) -> None:
         """End all waits: a running write may finish, nothing is retried. Undelivered batches raise."""
