@@ -17,6 +17,7 @@ from pgcdc.sink.pg_table.fold import Folded, Rows
 from pgcdc.sink.pg_table.tables import SourceTable, Targets, TargetTable
 from pgcdc.sink.pg_table.target import RowFault
 
+MERGE_TELLS_SINCE = 170000  # The first version whose MERGE says what it did
 MOST_TABLES = 32  # The most staging tables of a session: each commit empties all of them, at 0.4 ms each
 PIECE_BYTES = 1 << 19  # Small enough that the server reads the first rows while we write the last
 _ESCAPES = {"\\": "\\\\", "\t": "\\t", "\n": "\\n", "\r": "\\r"}
@@ -96,9 +97,14 @@ class Writer:
         return self._run(_delete(target, stage, columns, key) if key else _delete_rows(target, stage, columns))
 
     def _put(self, target: TargetTable, rows: Rows, key: tuple[str, ...]) -> int:
-        """Update rows and insert those that are missing; returns how many were there. (MERGE tells since PostgreSQL 17.)"""
+        """Update rows and insert those that are missing; returns how many were there."""
         stage, columns = self._stage(target, rows)
         made_way = self._run(_make_way(target, stage, columns, key)) if _fixed(target, columns, key) else 0
+        if self._conn.info.server_version >= MERGE_TELLS_SINCE:
+            merge = f"WITH m AS ({_merge(target, stage, columns, key)} RETURNING merge_action() AS did)"
+            counted = f"{merge} SELECT count(*) FILTER (WHERE did = 'INSERT') FROM m"
+            found = self._conn.execute(counted.encode(), prepare=False).fetchone()
+            return len(rows) - int(found[0] if found else 0) + made_way
         sets, updated = _sets(target, columns, key), 0
         if sets:
             updated = self._run(f"UPDATE {target.sql} AS t SET {sets} FROM {stage} AS s WHERE {_matches(key)}")
