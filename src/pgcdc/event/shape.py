@@ -249,7 +249,7 @@ def _diff_rows(
     files = [one.get("filenode") for one in (before, after)]
     if None not in files and files[0] != files[1]:
         olds, news = ({one["attnum"]: one for one in details["columns"]} for details in (before, after))
-        # VACUUM FULL and TRUNCATE write the table anew as well, but touch no column (unless it has a missing value).
+        # VACUUM FULL and TRUNCATE rewrite the table as well, but touch no column (unless it has a missing value).
         altered = [
             news[number]["name"]
             for number in olds.keys() & news.keys()

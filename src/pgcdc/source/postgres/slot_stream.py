@@ -349,7 +349,7 @@ class PostgresStream:
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         if request["do"] == "sentinel":
             if self._sql is not None and not self._sentinels.has(request["id"]):
-                self._watch.look(self._sql, at_once=True)  # DDL before it is told before it
+                self._watch.look(self._sql, at_once=True)  # DDL that came before it stands before it
             position = self._sentinels.ask(request["id"], self._sql)
             return {"position": position and str(position)}
         return self._snapshots.answer(request, self._sql)
