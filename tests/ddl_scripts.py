@@ -286,6 +286,10 @@ class Writer:
         made = [self._definition(table)]
         for _ in range(self.dice.randint(1, 3)):
             made += self._create_partition(table)
+        if self.dice.random() < 0.2:
+            made.append(
+                f"CREATE TABLE {quote(table.schema)}.{quote(self._name('rest'))} PARTITION OF {table.sql} DEFAULT"
+            )
         return made + self._extras(table)
 
     def _create_partition(self, table: Table) -> list[str]:
@@ -297,7 +301,17 @@ class Writer:
         )
         self.number += 1
         table.partitions.append((name, place))
-        return [f"CREATE TABLE {name} PARTITION OF {table.sql} FOR VALUES {_bounds(place)}"]
+        made = f"CREATE TABLE {name} PARTITION OF {table.sql} FOR VALUES {_bounds(place)}"
+        if self.dice.random() > 0.2:
+            return [made]
+        lower, middle, upper = place * 100_000, place * 100_000 + self.row + 20, (place + 1) * 100_000
+        halves = [f"FROM ({lower}) TO ({middle})", f"FROM ({middle}) TO ({upper})"]
+        leaves = [f"{quote(table.schema)}.{quote(self._name('leaf'))}" for _ in halves]
+        parts = [
+            f"CREATE TABLE {leaf} PARTITION OF {name} FOR VALUES {one}"
+            for leaf, one in zip(leaves, halves, strict=True)
+        ]
+        return [f"{made} PARTITION BY RANGE ({quote(table.root)})", *parts]
 
     def _create_child(self, name: str) -> list[str]:
         parents = [one for one in self.tables if not one.root]

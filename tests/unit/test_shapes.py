@@ -234,7 +234,7 @@ def test_nothing_has_happened_when_the_catalog_could_not_be_asked(tmp_path: Path
     asked: list[list[Relation]] = []
 
     class Look:
-        def describe(self, one: Relation, before: object) -> dict[str, Any]:
+        def describe(self, one: Relation, *_: object) -> dict[str, Any]:
             return {"columns": [], "primary_key": [], "types": None, "of": one.name}
 
     def look(sql: Any, shapes: list[Relation], publications: object) -> Look:

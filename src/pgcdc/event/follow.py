@@ -13,13 +13,13 @@ from typing import Any
 
 from pgcdc.core.relation import ShapeChange
 from pgcdc.event.edits import SimpleChain
-from pgcdc.event.shape import NEW_VALUES, diff_shapes
+from pgcdc.event.shape import NEW_VALUES, diff_shapes, is_late
 
 Difference = dict[str, Any]
 Details = Mapping[str, Any]
 
 _FREE = {"table_renamed", "columns_reordered", "replica_identity_changed", "types_changed"}
-"""What leaves the values of all rows alone, whether the catalog was read in time or not."""
+"""What leaves the values of all rows alone."""
 _ADDED = ("column_added", "column_replaced")
 
 
@@ -48,10 +48,10 @@ def why_reload(change: ShapeChange, differences: Sequence[Difference], *, is_par
         return "the row filter or column list of its publication was changed"
     if "updates_published" in kinds:
         return "it had no key, so its updates and deletes were not published for a while"
+    if old is None or new is None or is_late(old):
+        return "it was altered again before its catalog could be read, so its old rows are not known"
     if kinds <= _FREE | {"partitions_changed"}:
         return ""
-    if old is None or new is None:
-        return "it was altered again before its catalog could be read, so its old rows are not known"
     if change.position.is_snapshot and change.before == change.after and kinds.intersection(NEW_VALUES):
         return "a column was dropped and added again, and rows came before that was noticed"
     if is_partial and kinds.intersection(NEW_VALUES):

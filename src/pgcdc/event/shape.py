@@ -45,6 +45,11 @@ class TableShape:
         return next(found, None) or type_name(column.type_oid, column.typmod)
 
 
+def is_late(details: Mapping[str, Any] | None) -> bool:
+    """Whether the catalog was read when the table had been altered again: its rows may have been rewritten in between."""
+    return details is None or bool(details.get("is_late"))
+
+
 @dataclass(frozen=True, slots=True)
 class Described:
     """What is known besides the stream."""
@@ -164,10 +169,14 @@ def diff_shapes(change: ShapeChange) -> list[dict[str, Any]]:
         [{column["name"]: column["attnum"] for column in columns} for columns in known] if len(known) == 2 else [{}, {}]
     )
     names = [f"{one.relation.namespace}.{one.relation.name}" for one in (before, after)]
-    found = [] if names[0] == names[1] else [{"type": "table_renamed", "from": names[0], "to": names[1]}]
+    found: list[dict[str, Any]] = []
+    if names[0] != names[1]:
+        found.append({"type": "table_renamed", "from": names[0], "to": names[1]})
     found += [*_diff_columns(before, after, *ids), *_diff_keys(before, after, *ids)]
     if before.details is not None and after.details is not None:
         found += [*_diff_types(before.details, after.details), *_diff_rows(before.details, after.details, *ids)]
+    if is_late(before.details) and after.details is not None and before.relation == after.relation:
+        found.append({"type": "rewritten", "columns": []})
     if any(one["type"] in NEW_VALUES for one in found):  # which says it already
         found = [one for one in found if one["type"] != "rewritten"]
     return found
@@ -314,7 +323,7 @@ _SAID = {
     "key_columns_changed": "key changed from ({old}) to ({new})",
     "types_changed": "types changed: {types}",
     "partitions_changed": "partitions changed: {added} added, {removed} removed, {rewritten} rewritten",
-    "rewritten": "rows rewritten; columns altered: {columns}",
+    "rewritten": "rows rewritten (columns altered: {columns})",
     "published_changed": "row filter or columns of the publication changed",
     "updates_published": "updates and deletes are published from now on",
 }
@@ -323,6 +332,8 @@ _SAID = {
 def _say(one: dict[str, Any]) -> str:
     if one["type"] == "partitions_changed":
         one = {key: len(value) if isinstance(value, list) else value for key, value in one.items()}
+    if one["type"] == "rewritten" and not one["columns"]:
+        return "rows may have been rewritten before they were first seen"
     return _SAID[one["type"]].format_map(
         {key: ", ".join(value) if isinstance(value, list) else value for key, value in one.items()}
     )

@@ -165,7 +165,12 @@ class Applier:
         names = [column.name for column in run.relation.columns]
         target = writer.targets.of(source)
         key = choose_key(source, replace(target, primary_key=()) if target is not None else None, names)
-        history, named = self._history(run.relation.oid), list(self._shapes.of(*source.name))
+        history = self._history(run.relation.oid)
+        titles = {one.after.channel for one in history}
+        oids = {
+            one.after.oid for one in self._shapes.changes if one.after.channel in titles
+        }  # their copy may be its own
+        named = [one for one in self._shapes.changes if one.after.oid in oids]
         rebuild(writer.targets, source, key, history, self._taken(run.relation.oid, _LAST), named)
         writer.forget(source)
 

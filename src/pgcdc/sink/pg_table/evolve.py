@@ -81,10 +81,10 @@ def rebuild(
     key: tuple[str, ...],
     history: Sequence[ShapeChange],
     taken: Collection[TableName],
-    named: Sequence[ShapeChange] = (),
+    named: Sequence[ShapeChange],
 ) -> None:
     """An empty table with the source's columns and key, whatever was there. Columns whose type is nobody's we know stay:
-    somebody has chosen it. `named`: the shapes of other tables that had its name."""
+    somebody has chosen it. `named`: every shape of the tables that ever had one of its names."""
     name, columns = targets.name_of(source.name), list(source.types)
     for one in history:  # it was renamed while it was left out
         old = targets.name_of((one.after.namespace, one.after.name))
@@ -97,9 +97,7 @@ def rebuild(
         return
     _truncate(targets, target)
     types, _ = targets.types(source, columns)
-    ours = {
-        column: {kind for one in (*history, *named) for kind in _types_of(one).get(column, ())} for column in columns
-    }
+    ours = {column: {kind for one in named for kind in _types_of(one).get(column, ())} for column in columns}
     known = targets.existing(kind for kinds in ours.values() for kind in kinds)
     for column, kind in types.items():
         had = target.columns.get(column)

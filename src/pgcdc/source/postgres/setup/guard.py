@@ -4,7 +4,7 @@ tables' shapes (recorded before their rows become visible), and the time."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -146,6 +146,10 @@ def wal_place(sql: Connection) -> int:
 # watch does (`setup/watch.py`): it has the shape of its table, and what the catalog said about it.
 
 
+_Seen = tuple[Position, int, Relation]
+"""A shape where it first shows, with the transaction; 0: it was no transaction."""
+
+
 class ShapeObserver:
     """Sees every batch in commit order. After a crash it sees batches again, and does not record twice."""
 
@@ -187,7 +191,7 @@ class ShapeObserver:
         for row, version in zip(places.tolist(), numbers[places].tolist(), strict=True):
             shape = batch.relations[version]
             if shapes.get(shape.oid) != shape:
-                found.append((_place(batch, rows, row), shape))
+                found.append((*_place(batch, rows, row), shape))
             shapes[shape.oid], lasts[shape.oid] = shape, version
         self._record(found, sql)
         self._in_force -= {version for version in self._in_force if batch.relations[version].oid in oids}
@@ -214,35 +218,36 @@ class ShapeObserver:
     def _take_mark(self, batch: CaptureBatch, rows: pa.Table) -> None:
         """A mark stands alone in its batch."""
         version = rows.column("relation")[0].as_py()
-        shape, position = batch.relations[version], _place(batch, rows, 0)
+        shape, position = batch.relations[version], _place(batch, rows, 0)[0]
         last, details = self._current.get(shape.oid), json.loads(rows.column("prefix")[0].as_py())
         if self._history.at(position) is None and last is not None and not is_other(last, shape, details):
             return
-        self._append({position: shape}, lambda shape, last: details)
+        self._append([(position, 0, shape)], lambda shape, last, xid: details)
         if last is not None:
             self.on_mark(last.after, shape)
         self._in_force = {one for one in self._in_force if batch.relations[one].oid != shape.oid} | {version}
 
-    def _record(self, found: list[tuple[Position, Relation]], sql: Connection) -> None:
-        fresh = [shape for position, shape in found if self._history.at(position) is None]
+    def _record(self, found: list[_Seen], sql: Connection) -> None:
+        fresh = [shape for position, _, shape in found if self._history.at(position) is None]
         with lost_on_error():
             look = read_catalog(sql, fresh, self._publications) if fresh else CatalogLook()
-        self._append(dict(found), look.describe)
+        self._append(found, look.describe)
 
     def _append(
         self,
-        found: Mapping[Position, Relation],
-        describe: Callable[[Relation, dict[str, Any] | None], dict[str, Any] | None],
+        found: Iterable[_Seen],
+        describe: Callable[[Relation, dict[str, Any] | None, int], dict[str, Any] | None],
     ) -> None:
-        """Record these shapes, unless the history has them. `describe` also gets the details of the shape before."""
+        """Record these shapes, unless the history has them. `describe` also gets the details of the shape before, and the
+        transaction that shows it."""
         current: dict[int, ShapeChange] = {}
         records = []
-        for position, shape in found.items():
+        for position, xid, shape in found:
             known = self._history.at(position)
             if known is None:
                 last = current.get(shape.oid) or self._current.get(shape.oid)
                 before, before_details = (last.after, last.details) if last is not None else (None, None)
-                known = ShapeChange(position, shape, before, describe(shape, before_details), before_details)
+                known = ShapeChange(position, shape, before, describe(shape, before_details, xid), before_details)
                 records.append(known)
             elif known.after != shape:
                 raise StateError(
@@ -268,9 +273,9 @@ def is_other(known: ShapeChange, shape: Relation, details: dict[str, Any] | None
     )
 
 
-def _place(batch: CaptureBatch, rows: pa.Table, row: int) -> Position:
-    """The place directly before a row."""
+def _place(batch: CaptureBatch, rows: pa.Table, row: int) -> tuple[Position, int]:
+    """The place directly before a row, and its transaction."""
     ends = np.cumsum(batch.transactions.column("rows").to_numpy())
     transaction = int(np.searchsorted(ends, row, side="right"))
-    commit, kind = (batch.transactions.column(name)[transaction].as_py() for name in ("commit", "kind"))
-    return Position(commit, Kind(kind), rows.column("ordinal")[row].as_py() - 1, SCHEMA_SUB)
+    commit, kind, xid = (batch.transactions.column(name)[transaction].as_py() for name in ("commit", "kind", "xid"))
+    return Position(commit, Kind(kind), rows.column("ordinal")[row].as_py() - 1, SCHEMA_SUB), xid

@@ -36,7 +36,7 @@ tree AS (
     UNION ALL SELECT t.root, l.inhrelid, t.since || ' ' || l.since, t.is_made AND l.is_made
     FROM tree t JOIN link l ON l.inhparent = t.inhrelid)
 SELECT t.root::int8, t.inhrelid::int8::text, c.relfilenode::int8, CASE WHEN NOT t.is_made THEN t.since END,
-       CASE WHEN NOT t.is_made THEN pg_relation_size(c.oid) > 0 ELSE false END
+       CASE WHEN NOT t.is_made THEN pg_relation_size(c.oid) > 0 ELSE false END, t.since || ' ' || c.xmin::text
 FROM tree t JOIN pg_class c ON c.oid = t.inhrelid AND c.relkind = 'r' ORDER BY c.oid
 """
 _MISSING = """
@@ -67,6 +67,12 @@ class CatalogEntry:
     columns: list[TableColumn]
     facts: dict[str, Any]
     """As in the details of a shape: `natts`, `filenode`, `leaves`, `attached`, `joined`, `published`, `member`."""
+    altered: tuple[int, ...] = ()  # The transactions that altered it and its partitions last
+
+    def is_newer(self, xid: int) -> bool:
+        """Whether it was altered by a transaction with a later number, which goes round at 2^32. One that began before `xid`
+        and altered the table afterwards is not seen."""
+        return any(0 < (one - xid) % (1 << 32) < 1 << 31 for one in self.altered)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +83,9 @@ class CatalogLook:
     types: TypeCatalog = BUILT_IN
     labels: Mapping[int, list[str]] = field(default_factory=dict)  # Of enums, by the type's oid
 
-    def describe(self, shape: Relation, before: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
+    def describe(self, shape: Relation, before: Mapping[str, Any] | None = None, xid: int = 0) -> dict[str, Any] | None:
         """The details of a shape, if its table still has it, or if `before`, the details of the shape before, proves which
-        columns it has. None: nobody knows.
+        columns it has. None: nobody knows. `xid`: the transaction in which it was seen.
 
         `columns` in order, each with name, attnum, type (as in SQL, with its schema unless built in), ndims, not_null,
         `since` (the transaction that altered it last), and `missing` if older rows have a constant there; `primary_key` with
@@ -95,6 +101,7 @@ class CatalogLook:
         - `published`, the row filter and column list of the publications
         - `member`: the entry in the catalog by which updates and deletes are published; 0: only inserts are
         - `is_proven`: the table had moved on; files, partitions and publications are those of the shape before
+        - `is_late`: it was altered since it was seen, and there is no shape before to compare with
         """
         entry = self.entries.get(shape.oid)
         if entry is None:
@@ -102,6 +109,8 @@ class CatalogLook:
         if _is_live(shape, entry.columns):
             facts = {name: one for name, one in entry.facts.items() if name != "missing"}
             details = {**_details(shape, entry.columns, entry.facts.get("missing", {})), **facts}
+            if before is None and xid and entry.is_newer(xid):
+                details["is_late"] = True
         else:
             numbers = None if before is None else prove_numbers(before, [one.name for one in shape.columns], entry)
             if before is None or numbers is None:
@@ -157,7 +166,11 @@ def read_catalog(sql: Connection, shapes: Iterable[Relation], publications: Sequ
         sql.execute("SET LOCAL search_path = ''")
         columns = read_columns(sql, oids)
         facts = _read_facts(sql, oids, publications)
-    entries = {oid: CatalogEntry(columns.get(oid, []), facts[oid]) for oid in facts}
+    entries = {}
+    for oid, known in facts.items():
+        mine = columns.get(oid, [])
+        altered = {int(xid) for text in (*(one.since for one in mine), *known.pop("altered")) for xid in text.split()}
+        entries[oid] = CatalogEntry(mine, known, tuple(altered))
     if not _own_types(wanted):
         return CatalogLook(entries)
     return CatalogLook(entries, TypeCatalog.load(sql), dict(sql.execute(_LABELS).fetchall()))
@@ -167,10 +180,11 @@ def _read_facts(sql: Connection, oids: list[int], publications: Sequence[str]) -
     found: dict[int, dict[str, Any]] = {}
     for oid, is_root, natts, filenode in sql.execute(_TABLES, [oids]).fetchall():
         rest = {"leaves": {}, "attached": []} if is_root else {"filenode": filenode}
-        found[oid] = {"natts": natts, **rest}
+        found[oid] = {"natts": natts, "altered": [], **rest}
     if roots := [oid for oid, facts in found.items() if "leaves" in facts]:
-        for root, leaf, filenode, since, has_rows in sql.execute(_LEAVES, [roots]).fetchall():
+        for root, leaf, filenode, since, has_rows, altered in sql.execute(_LEAVES, [roots]).fetchall():
             found[root]["leaves"][leaf] = filenode
+            found[root]["altered"].append(altered)
             if since is not None:
                 found[root].setdefault("joined", {})[leaf] = since
             if has_rows:

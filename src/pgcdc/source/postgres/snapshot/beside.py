@@ -29,7 +29,7 @@ from pgcdc.source.postgres.options import PostgresOptions
 from pgcdc.source.postgres.setup.tables import PublishedTable
 from pgcdc.source.postgres.snapshot.asking import NeverReadable, describe
 from pgcdc.source.postgres.snapshot.reader import CHUNK_BYTES, ChunkOrder, ChunkRead, Readers
-from pgcdc.source.postgres.snapshot.releases import Release, Releases, Staged, deleted_rows, snapshot_mark
+from pgcdc.source.postgres.snapshot.releases import Release, Releases, Staged, deleted_rows, schema_mark, snapshot_mark
 from pgcdc.source.postgres.snapshot.requests import RequestQueue, RequestState
 from pgcdc.source.postgres.snapshot.window import (
     Chunk,
@@ -166,7 +166,10 @@ class BesideStream:
         known = self._known[1] if self._known[0] == state.id else None
         limit = request.chunk_size or self._options.snapshot_chunk_size or self._size
         low, high = request.low, request.high
-        order = ChunkOrder(request.table, state.oid, known, request.where, state.last_key, low, high, limit=limit)
+        order = ChunkOrder(
+            request.table, state.oid, known, request.where, state.last_key, low, high,
+            limit=limit, is_first=state.chunks == 0 and not request.adapters,
+        )  # fmt: skip
         window, done = None, -1
         if known is not None:
             window = Window(known.relation.oid, known.key)
@@ -291,6 +294,8 @@ class BesideStream:
         rows, relation = state.rows + sum(batch.num_rows for batch in made), read.table.relation
         if state.chunks == 0:
             made.insert(0, snapshot_mark(Op.SNAPSHOT_STARTED, state.id, state.request.kind, relation, 0))
+            if read.details is not None:  # ALTER TABLE since then would be taken for what the rows were read with
+                made.insert(0, schema_mark(read.details))
         if after["is_last"]:
             made.append(snapshot_mark(Op.SNAPSHOT_COMPLETED, state.id, state.request.kind, relation, rows))
         after |= {"chunks": state.chunks + bool(made), "rows": rows}

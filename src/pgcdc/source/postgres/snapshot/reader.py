@@ -29,6 +29,7 @@ from itertools import islice, pairwise
 from multiprocessing.connection import Connection as Pipe
 from multiprocessing.context import ForkProcess
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pyarrow as pa
@@ -38,6 +39,7 @@ from pgcdc.core.errors import ConnectionLost, PgcdcError, SourceError
 from pgcdc.core.failpoint import hit
 from pgcdc.postgres.database import Connection, connect, explain_errors, explain_right, quote_identifier
 from pgcdc.source.postgres.setup.guard import wal_place
+from pgcdc.source.postgres.setup.shapes import read_catalog
 from pgcdc.source.postgres.setup.tables import PublishedTable
 from pgcdc.source.postgres.snapshot.asking import check_table, find_table
 from pgcdc.source.postgres.snapshot.chunks import Chunk, key_conditions, literals, lock_chunks
@@ -83,6 +85,7 @@ class ChunkOrder:
     keys: tuple[tuple[str, ...], ...] | None = None  # Only these, in the order of PublishedTable.key
     only_keys: bool = False  # Read the columns of the key, not whole rows
     limit: int = 1000
+    is_first: bool = False  # Of its request: the catalog is read as well
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -126,6 +129,7 @@ class ChunkRead:
     time_us: int = 0
     seconds: float = 0.0
     estimated_rows: int = 0
+    details: dict[str, Any] | None = None  # What the catalog said about its shape in that snapshot
     files: list[Staged] = field(default_factory=list)  # The rows of a whole table
     waiting_xids: tuple[int, ...] = ()
     """Of a look: transactions that wait for a synchronous standby. They may have been streamed to an earlier process."""
@@ -232,6 +236,8 @@ class Reader:
         assert row is not None
         table = find_table(conn, self._publications, order.table, known.relation.oid)
         read = ChunkRead(table, snapshot=row[0], time_us=row[1])
+        if order.is_first:
+            read.details = read_catalog(conn, [table.relation], self._publications).describe(table.relation)
         begun = time.monotonic()  # after what takes the same time for any number of rows
         if table == known and order.keys != ():  # else look again when the stream has come this far
             self._copy_values(conn, order, read)
