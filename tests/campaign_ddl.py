@@ -71,6 +71,13 @@ ORDER BY 1
 _INSERTS_ONLY = """
 SELECT r.prrelid::int8 FROM pg_publication_rel r JOIN pg_publication p ON p.oid = r.prpubid WHERE NOT p.pubupdate
 """
+# A table, its root, and the tables that inherit from it.
+_CHANGED_TABLES = """
+WITH RECURSIVE tree AS (
+    SELECT coalesce(pg_partition_root(to_regclass(%s)), to_regclass(%s))::oid AS oid
+    UNION SELECT i.inhrelid FROM pg_inherits i JOIN tree t ON t.oid = i.inhparent)
+SELECT oid::int8 FROM tree
+"""
 
 
 @dataclass
@@ -190,11 +197,8 @@ class ScriptRun:
     def _note(self, conn: psycopg.Connection[Any], statement: str, rows: int) -> None:
         """Remember what is not published by rule."""
         if (found := _CHANGED.match(statement)) and rows > 0:
-            query = "SELECT coalesce(pg_partition_root(to_regclass(%s)), to_regclass(%s))::oid::int8"
-            row = conn.execute(query, [found[1], found[1]]).fetchone()
-            assert row is not None
-            if row[0] in {oid for (oid,) in conn.execute(_INSERTS_ONLY)}:
-                self.untold.add(row[0])
+            changed = {oid for (oid,) in conn.execute(_CHANGED_TABLES, [found[1], found[1]])}
+            self.untold |= changed & {oid for (oid,) in conn.execute(_INSERTS_ONLY)}
 
     def _release(self, place: int | None) -> None:
         for until, conn in list(self.held):
@@ -300,7 +304,7 @@ class ScriptRun:
         holds = list(self.mirror.runner.progress.holds)
         if going or not holds:
             return not going
-        # A table that was dropped stays held: nothing of it comes any more.
+        # One that was dropped is let go when its reload is refused.
         return not self.mirror.database.query("SELECT FROM pg_class WHERE oid = ANY (%s::int8[]::oid[])", [holds])
 
     # --- the end

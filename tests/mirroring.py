@@ -200,10 +200,10 @@ class Mirror:
             self.runner.close()
         if self.reader is not None:
             self.reader.stop()
-        holder = Lock.holder(self.state.capture_lock)
-        if holder and "pid" in holder:
-            os.kill(holder["pid"], signal.SIGTERM)
-            wait_until(lambda: Lock.holder(self.state.capture_lock) is None, 10, "the capture ends")
+        if (pid := self.capture_pid()) is not None:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        wait_until(lambda: Lock.holder(self.state.capture_lock) is None, 10, "the capture ends")
 
 
 @contextmanager
@@ -243,11 +243,13 @@ def compare(source: str, target: str, tables: Sequence[str]) -> list[str]:
     with psycopg.connect(source, options=settings) as here, psycopg.connect(target, options=settings) as there:
         for table in tables:
             columns = [name for (name,) in here.execute(_COLUMNS, (table,))]
+            # Rows of inheriting tables are theirs.
+            only = "ONLY " if here.execute(_OWN, (table,)).fetchone() == ("r",) else ""
             try:
                 known = {name for (name,) in there.execute(_COLUMNS, (table,))}
             except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName):
                 there.rollback()
-                if here.execute(f"SELECT count(*) FROM {table}".encode()).fetchone() != (0,):
+                if here.execute(f"SELECT count(*) FROM {only}{table}".encode()).fetchone() != (0,):
                     found.append(f"{table}: not at the target")
                 continue
             if missing := [name for name in columns if name not in known]:
@@ -255,16 +257,17 @@ def compare(source: str, target: str, tables: Sequence[str]) -> list[str]:
                 continue
             listed = ", ".join(f'"{name}"::text' for name in columns) or "NULL"
             query = f"SELECT row_text, count(*) FROM (SELECT ROW({listed})::text AS row_text FROM %s) x GROUP BY 1"
-            own = here.execute(_OWN, (table,)).fetchone() == ("r",)  # rows of inheriting tables are theirs
-            wanted: dict[str, int] = dict(
-                here.execute((query % f"ONLY {table}" if own else query % table).encode()).fetchall()
-            )
+            wanted: dict[str, int] = dict(here.execute((query % f"{only}{table}").encode()).fetchall())
             has: dict[str, int] = dict(there.execute((query % table).encode()).fetchall())
             missing_rows = {row: count for row, count in wanted.items() if has.get(row) != count}
             extra = {row: count for row, count in has.items() if wanted.get(row) != count}
             if missing_rows or extra:
                 found.append(
-                    f"{table} {columns}: {len(missing_rows)} not there {list(missing_rows.items())[:3]}, "
-                    f"{len(extra)} too many {list(extra.items())[:3]}"
+                    f"{table} {columns}: {len(missing_rows)} not there {_some(missing_rows)}, "
+                    f"{len(extra)} too many {_some(extra)}"
                 )
     return found
+
+
+def _some(rows: dict[str, int]) -> list[str]:
+    return [f"{count} x {row[:200]}" for row, count in list(rows.items())[:3]]

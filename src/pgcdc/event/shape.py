@@ -271,7 +271,7 @@ def _diff_rows(
         links = [one.get("joined", {}) for one in (before, after)]
         found = {
             "added": [oid for oid in news if oid not in olds],
-            "removed": [oid for oid in olds if oid not in news],
+            "removed": [*(oid for oid in olds if oid not in news), *after.get("lost", ())],
             "rewritten": [
                 oid for oid in news if oid in olds and (olds[oid], links[0].get(oid)) != (news[oid], links[1].get(oid))
             ],

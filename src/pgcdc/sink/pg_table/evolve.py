@@ -4,6 +4,7 @@ where their name is needed again."""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -20,6 +21,11 @@ from pgcdc.sink.pg_table.tables import SourceTable, Targets, TargetTable, descri
 
 _CONSTRAINT = """
 SELECT conname::text FROM pg_constraint WHERE conrelid = to_regclass(%s) AND contype = 'p'
+"""
+_SAME_INDEXES = """
+SELECT c.relname::text FROM pg_index i JOIN pg_class c ON c.oid = i.indexrelid
+WHERE i.indrelid = to_regclass(%s) AND EXISTS (
+    SELECT FROM pg_class o JOIN pg_namespace n ON n.oid = o.relnamespace WHERE n.nspname = %s AND o.relname = c.relname)
 """
 _UNFIT = (
     psycopg.DataError,
@@ -149,6 +155,9 @@ def _rename(targets: Targets, old: TableName, new: TableName) -> str:
         targets.run(f"ALTER TABLE {quote_qualified(*old)} RENAME TO {quote_identifier(new[1])}", action)
     if old[0] != new[0]:
         moved = quote_qualified(old[0], new[1])
+        for (index,) in targets.conn.execute(_SAME_INDEXES, (moved, new[0])).fetchall():
+            free = quote_identifier(f"{index[:40]}_{secrets.token_hex(4)}")
+            targets.run(f"ALTER INDEX {quote_qualified(old[0], index)} RENAME TO {free}", action)
         targets.run(f"ALTER TABLE {moved} SET SCHEMA {quote_identifier(new[0])}", action)
     targets.forget_all()
     targets.were_there.discard(old)

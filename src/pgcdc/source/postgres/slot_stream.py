@@ -78,6 +78,7 @@ class PostgresStream:
             on_notice=lambda text: logger.warning("the server says: %s", text), check=self._guard.check_server,
         )  # fmt: skip
         self._shapes.on_mark = self._capture.rename
+        self._watch.leaves = self._capture.leaves
         self._clock = Clock()
         self._sql: Connection | None = None
         self._sql_fd = self._stream_fd = -1

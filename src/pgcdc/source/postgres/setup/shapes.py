@@ -97,6 +97,7 @@ class CatalogLook:
         - `filenode` of an ordinary table, which a rewrite changes
         - of a root `leaves` with their filenodes by oid; `attached`, those of them that came with rows of their own; and
           `joined`, when each that was not made as a partition became one
+        - `lost`: partitions that had rows and were dropped, detached or truncated before anybody knew them
         - `mixed`, its columns in which old rows have several constants
         - `published`, the row filter and column list of the publications
         - `member`: the entry in the catalog by which updates and deletes are published; 0: only inserts are

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import psycopg
@@ -65,12 +65,15 @@ class CatalogWatch:
         self._marks = marks
         self._digests: dict[int, tuple[str, str, str]] = {}  # With the name that the stream gave it
         self._asked: dict[int, ShapeChange | None] = {}  # Tables with a mark on its way, as they were known
-        self._due = 0.0
+        self._due = self._cost_s = 0.0
+        self.leaves: dict[int, set[int]] = {}
+        """Partitions that the stream has shown, by root. Of one that nobody knows the catalog is asked at once: when it is
+        dropped or truncated before the next look, its rows are gone, and nothing tells it."""
 
     def look(self, sql: Connection, *, at_once: bool = False) -> None:
         """Look if it is time to. What somebody has locked, or drops just now, is looked at later."""
         begun = time.monotonic()
-        if begun < self._due and not at_once:
+        if begun < self._due and not at_once and not self._find_unknown():
             return
         try:
             with sql.transaction():
@@ -80,10 +83,25 @@ class CatalogWatch:
             if sql.broken:
                 raise ConnectionLost("the server ended the connection") from error
             logger.debug("the catalog is looked at later: %s", error)
-        now = time.monotonic()
-        self._due = now + max(INTERVAL_S, (now - begun) / SHARE)
+        self._due = time.monotonic() + max(INTERVAL_S, self._cost_s / SHARE)
+
+    def _find_unknown(self) -> dict[int, set[int]]:
+        """New partitions of roots that can be looked at now. The others that are known are forgotten."""
+        found: dict[int, set[int]] = {}
+        for root, shown in list(self.leaves.items()):
+            known = self._shapes.current.get(root)
+            if known is None:
+                continue  # its row is on its way
+            leaves = (known.details or {}).get("leaves")
+            shown.difference_update(shown.copy() if leaves is None else map(int, leaves))
+            if not shown:
+                del self.leaves[root]
+            elif root not in self._asked:
+                found[root] = shown
+        return found
 
     def _compare(self, sql: Connection) -> None:
+        begun = time.monotonic()
         known = self._shapes.current
         self._asked = {oid: one for oid, one in self._asked.items() if known.get(oid) is one}
         typed = [oid for oid, one in known.items() if one.details is not None and one.details["types"] is not None]
@@ -95,6 +113,9 @@ class CatalogWatch:
         names = [_name(one.after) for one in known.values()]
         query = [list(self._publications), list(known), [name[0] for name in names], [name[1] for name in names]]
         changed += [oid for (oid,) in sql.execute(_NEW, query).fetchall() if oid not in self._asked]
+        self._cost_s = time.monotonic() - begun  # of every look
+        unknown = self._find_unknown()
+        changed += [oid for oid in unknown if oid not in changed]
         if not changed:
             return
         only = changed[0] if len(changed) == 1 else 0
@@ -110,6 +131,9 @@ class CatalogWatch:
                 lsn = lsn or wal_place(sql)
                 self._ask(lsn, shape, details, None)
                 continue
+            lost = _lost(self.leaves.pop(shape.oid), details) if shape.oid in unknown else []
+            if lost:
+                details["lost"] = lost
             self._digests[shape.oid] = (digests[shape.oid], *_name(shape))
             if is_other(before, shape, details):
                 lsn = lsn or wal_place(sql)
@@ -122,10 +146,18 @@ class CatalogWatch:
             if self._shapes.current.get(shape.oid) is before:
                 return Mark([schema_mark(details)], shape)
             self._digests.pop(shape.oid, None)  # rows have told something: look again
+            if "lost" in details:
+                self.leaves.setdefault(shape.oid, set()).update(map(int, details["lost"]))
             return None
 
         self._asked[shape.oid] = before
         self._marks.ask(lsn, make)
+
+
+def _lost(shown: Iterable[int], details: Mapping[str, Any]) -> list[str]:
+    """New partitions whose rows may be gone: dropped, detached, or with another file than a new table has."""
+    leaves = details.get("leaves", {})
+    return [str(one) for one in sorted(shown) if leaves.get(str(one)) != one]
 
 
 def _name(shape: Relation) -> tuple[str, str]:

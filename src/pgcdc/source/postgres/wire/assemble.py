@@ -74,6 +74,10 @@ class Assembler:
         self._tables: dict[int, Table] = {}
         self._told: dict[int, int] = {}  # what the next batch says
         self._relation_count = 0
+        self.leaves: dict[int, set[int]] = {}
+        """Described right behind another relation: partitions whose changes come as those of a root. (Or tables that were
+        truncated together.) Whoever uses it clears it."""
+        self._described: tuple[int, Transaction | None, int] = (0, None, 0)  # The last one, and where
         self._resume_lsn = 0
         self._parallel = False
         self._rewrite_row: Callable[[bytes, Sequence[Column], int, int], bytes] | None = None
@@ -254,6 +258,10 @@ class Assembler:
         is_known = relation.oid in self._tables or relation.oid in self._tables_now
         add_told(self._told if self._open is None else self._open.told, {relation.oid: 2 if is_known else 1})
         self._tables_now[relation.oid] = table
+        here = (relation.oid, self._open, self._open.ordinal if self._open is not None else 0)
+        if (root := self._described[0]) not in (0, relation.oid) and self._described[1:] == here[1:]:
+            self.leaves.setdefault(root, set()).add(relation.oid)
+        self._described = here
 
     def _take_type(self, message: _Bytes, lsn: int) -> None:
         wire.parse_type(self._split(message, lsn)[1], lsn)

@@ -162,6 +162,11 @@ class Capture:
         self._assembler.rename(before, after)
 
     @property
+    def leaves(self) -> dict[int, set[int]]:
+        """As of the assembler."""
+        return self._assembler.leaves
+
+    @property
     def is_connected(self) -> bool:
         return self._stream is not None
 
