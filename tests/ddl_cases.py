@@ -81,7 +81,12 @@ CASES: dict[str, tuple[str, str]] = {
         "CREATE TYPE mood AS ENUM ('a'); ALTER TABLE t ADD COLUMN m mood DEFAULT 'a'; ALTER TYPE mood ADD VALUE 'b'; "
         "UPDATE t SET m = 'b' WHERE id < 9",
     ),
-    "a child table": (RELOAD, "CREATE TABLE kid (k int) INHERITS (other); INSERT INTO kid VALUES (99, 'kid', 1)"),
+    "a child table": (
+        EXACT, "CREATE TABLE kid (k int PRIMARY KEY) INHERITS (other); INSERT INTO kid VALUES (99, 'kid', 1)"
+    ),
+    "a child table without a key": (
+        RELOAD, "CREATE TABLE kid (k int) INHERITS (other); INSERT INTO kid VALUES (99, 'kid', 1)"
+    ),
     "exchange two tables": (
         RELOAD, "ALTER TABLE t RENAME TO tmp; ALTER TABLE other RENAME TO t; ALTER TABLE tmp RENAME TO other"
     ),

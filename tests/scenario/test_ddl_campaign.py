@@ -89,7 +89,8 @@ FOUND: dict[str, tuple[Group, ...]] = {
         Group((*ROOT, "INSERT INTO p VALUES (1)")),
         BEGUN,
         Group((
-            "CREATE TABLE p1 PARTITION OF p FOR VALUES FROM (10) TO (20)", "INSERT INTO p VALUES (11), (12)", "DROP TABLE p1",
+            "CREATE TABLE p1 PARTITION OF p FOR VALUES FROM (10) TO (20)", "INSERT INTO p VALUES (11), (12)",
+            "DROP TABLE p1",
             "CREATE TABLE p2 PARTITION OF p FOR VALUES FROM (20) TO (30)", "INSERT INTO p VALUES (21), (22)", "TRUNCATE p2",
         )),
     ),
@@ -99,9 +100,13 @@ FOUND: dict[str, tuple[Group, ...]] = {
         Group(("ALTER TABLE t DROP CONSTRAINT t_pkey", "UPDATE t SET id = 5 WHERE id > 5", "INSERT INTO t VALUES (5, 'y')")),
     ),
     "a name of an index that the other schema has": (
-        Group((*TABLE, "CREATE SCHEMA s", "CREATE TABLE s.t (id int CONSTRAINT own PRIMARY KEY)", "INSERT INTO s.t VALUES (1)")),
+        Group((
+            *TABLE, "CREATE SCHEMA s", "CREATE TABLE s.t (id int CONSTRAINT own PRIMARY KEY)", "INSERT INTO s.t VALUES (1)",
+        )),
         BEGUN,
-        Group(("ALTER TABLE s.t RENAME TO u", "INSERT INTO s.u VALUES (2)", "ALTER TABLE s.u SET SCHEMA public"), then="look"),
+        Group((
+            "ALTER TABLE s.t RENAME TO u", "INSERT INTO s.u VALUES (2)", "ALTER TABLE s.u SET SCHEMA public",
+        ), then="look"),
     ),
     "names that went round": (
         Group((*TABLE, "CREATE TABLE u (id uuid PRIMARY KEY)", "INSERT INTO u VALUES (gen_random_uuid())")),
@@ -111,6 +116,13 @@ FOUND: dict[str, tuple[Group, ...]] = {
             "ALTER TABLE u RENAME TO swapping", "ALTER TABLE t2 RENAME TO u", "ALTER TABLE swapping RENAME TO t2",
             "INSERT INTO u VALUES (21)", "INSERT INTO t2 VALUES (gen_random_uuid())", "ALTER TABLE t2 RENAME TO t3",
         )),
+    ),
+    "a table that never had a row takes the name of another one": (
+        Group((*TABLE, "CREATE TABLE u (k int PRIMARY KEY)")),
+        BEGUN,
+        Group((
+            "ALTER TABLE t RENAME TO swapping", "ALTER TABLE u RENAME TO t", "ALTER TABLE swapping RENAME TO u",
+        ), how="whole"),
     ),
 }  # fmt: skip
 

@@ -194,6 +194,15 @@ class ShapeHistory:
         """Changes of one table, oldest first."""
         return (change for change in self.changes if change.concerns(namespace, name))
 
+    def others(self, oid: int, position: Position) -> list[Relation]:
+        """What the other tables are like at `position`."""
+        last = {one.after.oid: one.after for one in self.changes if one.position <= position}
+        return [one for number, one in last.items() if number != oid]
+
+    def is_taken(self, table: Relation, position: Position) -> bool:
+        """Whether another table has its name at `position`."""
+        return any(one.channel == table.channel for one in self.others(table.oid, position))
+
     def takes_name(self, change: ShapeChange) -> bool:
         """Whether another table had the name that this one has from here on."""
         named = self.of(change.after.namespace, change.after.name)

@@ -21,11 +21,11 @@ import pyarrow as pa
 from pgcdc.core.errors import ConfigError, Reject, ReloadNeeded, SinkError, SinkRejected, SinkUnavailable
 from pgcdc.core.failpoint import hit
 from pgcdc.core.position import Position
-from pgcdc.core.relation import Op, Relation
+from pgcdc.core.relation import Op, Relation, ShapeChange
 from pgcdc.core.settings import setting
 from pgcdc.event.batch import Batch
 from pgcdc.event.changes import check_keys, key_columns, keyed_changes, parts_of
-from pgcdc.event.follow import follow_shape
+from pgcdc.event.follow import behind, follow_shape
 from pgcdc.event.forms import Form
 from pgcdc.event.shape import TableShape
 from pgcdc.sink.contract import Sink, SinkContext, explained
@@ -173,15 +173,29 @@ class RedisSink(Sink):
             differences, reason = follow_shape(change, chain)
             if change.before is None:
                 reason = "it was dropped and made again" if self._context.shapes.takes_name(change) else ""
-            if not reason and {one["type"] for one in differences} <= _HARMLESS:
+            kinds = {one["type"] for one in differences}
+            if (
+                not reason
+                and kinds <= _HARMLESS
+                and not ("replica_identity_changed" in kinds and self._has_new_key(change))
+            ):
                 continue
-            if not self._is_sync or any(one["type"] == "table_renamed" for one in differences):
-                self._clear(self._prefix(change.before or after), str(change.position))
+            old = change.before or after
+            if (not self._is_sync or "table_renamed" in kinds) and not self._context.shapes.is_taken(
+                old, change.position
+            ):
+                self._clear(self._prefix(old), str(change.position))
             if self._is_sync:
                 table = change.after.channel.partition(":")[2]
                 needed[change.after.oid] = (table, reason or "its name, key or columns were changed")
         if needed:
             raise ReloadNeeded(tables=needed)
+
+    def _has_new_key(self, change: ShapeChange) -> bool:
+        shown = behind(change, self._context.chain())
+        assert shown.before is not None
+        shapes = ((shown.before, shown.before_details), (shown.after, shown.details))
+        return len({tuple(key_columns(one, details, self._options.id_column)) for one, details in shapes}) > 1
 
     def redeliver(self, batch: Batch) -> Collection[str]:
         left = self._write(batch, self._at, "replay" if self._is_sync else "")

@@ -179,9 +179,8 @@ class Applier:
 
     def _taken(self, oid: int, position: Position) -> set[TableName]:
         """The names at the target that belong to other tables by then."""
-        last = {one.after.oid: one.after for one in self._shapes.changes if one.position <= position}
         name_of = self._open().targets.name_of
-        return {name_of((one.namespace, one.name)) for number, one in last.items() if number != oid}
+        return {name_of((one.namespace, one.name)) for one in self._shapes.others(oid, position)}
 
     def _runs(self, batch: Batch) -> Iterator[tuple[TableChanges, SourceTable]]:
         for run in batch.tables():

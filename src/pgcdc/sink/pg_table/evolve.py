@@ -66,6 +66,8 @@ def follow(
     if old != name:
         if old in taken:
             reason = f"it was renamed from {name_table(*old)}, which another table is called by now"
+        elif targets.find(old) is None and not is_new:
+            reason = f"it was renamed from {name_table(*old)}, and the target has the copy of another table there"
         reason = reason or _rename(targets, old, name)
     if reason:
         raise _needed(change, reason)

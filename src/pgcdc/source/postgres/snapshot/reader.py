@@ -237,7 +237,7 @@ class Reader:
         table = find_table(conn, self._publications, order.table, known.relation.oid)
         read = ChunkRead(table, snapshot=row[0], time_us=row[1])
         if order.is_first:
-            read.details = read_catalog(conn, [table.relation], self._publications).describe(table.relation)
+            read.details = self._describe(conn, table)
         begun = time.monotonic()  # after what takes the same time for any number of rows
         if table == known and order.keys != ():  # else look again when the stream has come this far
             self._copy_values(conn, order, read)
@@ -247,6 +247,9 @@ class Reader:
         read.is_last = is_whole and (order.keys is not None or read.rows < order.limit)
         read.seconds = time.monotonic() - begun
         return read
+
+    def _describe(self, conn: Connection, table: PublishedTable) -> dict[str, Any] | None:
+        return read_catalog(conn, [table.relation], self._publications).describe(table.relation)
 
     def _copy_table(self, order: TableOrder) -> ChunkRead:
         conn = self._begin()
@@ -261,6 +264,7 @@ class Reader:
         if find_table(conn, self._publications, order.table, order.oid, needs_key=False) != table:
             raise ConnectionLost(f"table {table.title} was altered at this moment")
         read, columns = ChunkRead(table, snapshot=row[0], time_us=row[1]), len(table.columns)
+        read.details = self._describe(conn, table)
         statement = copy_statement(table.columns, table.source, [table.row_filter])
         rows = copy_rows(conn, statement, columns, batch_bytes=_BATCH_BYTES)
         while True:

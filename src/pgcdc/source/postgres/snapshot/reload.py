@@ -29,7 +29,14 @@ from pgcdc.core.position import Position
 from pgcdc.core.relation import Op, Relation, ShapeChange
 from pgcdc.source.postgres.snapshot.asking import NeverReadable
 from pgcdc.source.postgres.snapshot.reader import ChunkRead, Readers, TableOrder
-from pgcdc.source.postgres.snapshot.releases import Release, Releases, Staged, snapshot_mark, truncated_rows
+from pgcdc.source.postgres.snapshot.releases import (
+    Release,
+    Releases,
+    Staged,
+    schema_mark,
+    snapshot_mark,
+    truncated_rows,
+)
 from pgcdc.source.postgres.snapshot.requests import RequestQueue, RequestState
 from pgcdc.source.postgres.snapshot.window import StreamedXids, is_visible
 from pgcdc.spool.schema import CHANGES
@@ -240,7 +247,9 @@ class Reloads:
         is_last = job.first is not None and not job.files
         if job.first is None:
             mark = snapshot_mark(Op.SNAPSHOT_STARTED, job.id, "reload", relation, 0)
-            staged = self._releases.stage([mark, truncated_rows()], read.time_us)
+            # What the catalog said when the rows were read: it may have been altered since, without a trace in their shape.
+            known = [schema_mark(read.details)] if read.details is not None else []
+            staged = self._releases.stage([*known, mark, truncated_rows()], read.time_us)
         elif job.files:
             staged = job.files.pop(0)
         else:
