@@ -83,6 +83,7 @@ class CatalogWatch:
             if sql.broken:
                 raise ConnectionLost("the server ended the connection") from error
             logger.debug("the catalog is looked at later: %s", error)
+            self._cost_s = time.monotonic() - begun
         self._due = time.monotonic() + max(INTERVAL_S, self._cost_s / SHARE)
 
     def _find_unknown(self) -> dict[int, set[int]]:
