@@ -24,6 +24,7 @@ from pgcdc.source.postgres.snapshot.releases import schema_mark
 logger = logging.getLogger("pgcdc.capture")
 
 INTERVAL_S = 1.0
+UNKNOWN_S = 0.1  # When there is a partition that nobody knows
 SHARE = 0.01  # Of the time, at most
 
 # Whatever is altered, a row of the catalog gets another xmin. Statistics do not count: they are written in place.
@@ -65,7 +66,7 @@ class CatalogWatch:
         self._marks = marks
         self._digests: dict[int, tuple[str, str, str]] = {}  # With the name that the stream gave it
         self._asked: dict[int, ShapeChange | None] = {}  # Tables with a mark on its way, as they were known
-        self._due = self._cost_s = 0.0
+        self._due = self._looked = self._cost_s = 0.0
         self.leaves: dict[int, set[int]] = {}
         """Partitions that the stream has shown, by root. Of one that nobody knows the catalog is asked at once: when it is
         dropped or truncated before the next look, its rows are gone, and nothing tells it."""
@@ -73,7 +74,8 @@ class CatalogWatch:
     def look(self, sql: Connection, *, at_once: bool = False) -> None:
         """Look if it is time to. What somebody has locked, or drops just now, is looked at later."""
         begun = time.monotonic()
-        if begun < self._due and not at_once and not self._find_unknown():
+        is_asked = at_once or (begun >= self._looked + UNKNOWN_S and self._find_unknown())
+        if begun < self._due and not is_asked:
             return
         try:
             with sql.transaction():
@@ -84,7 +86,8 @@ class CatalogWatch:
                 raise ConnectionLost("the server ended the connection") from error
             logger.debug("the catalog is looked at later: %s", error)
             self._cost_s = time.monotonic() - begun
-        self._due = time.monotonic() + max(INTERVAL_S, self._cost_s / SHARE)
+        self._looked = time.monotonic()
+        self._due = self._looked + max(INTERVAL_S, self._cost_s / SHARE)
 
     def _find_unknown(self) -> dict[int, set[int]]:
         """New partitions of roots that can be looked at now. The others that are known are forgotten."""
