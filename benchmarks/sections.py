@@ -42,6 +42,7 @@ from snapshot import measure_reading
 from tls import describe_tls, tls_enabled, with_tls
 from toast import drop_toast, prepare_toast, run_toast
 from verify import measure_verify
+from verify_beside import measure_verify_beside
 from webhook import BATCH_SIZE, WORKERS, Posted, measure_webhook
 from workload import Backlog, Writer, connect, drop_slot, new_slot, prepare_backlog, start_server
 
@@ -551,6 +552,7 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {
     "three": measure_three,
     "webhook": measure_webhooks,
     "verify": measure_verify,
+    "verify-beside": measure_verify_beside,
     "key-change": measure_key_change,
     "tls": measure_tls,
     "peers": measure_peers,

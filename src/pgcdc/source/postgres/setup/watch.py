@@ -64,7 +64,7 @@ class CatalogWatch:
         self._publications = publications
         self._shapes = shapes
         self._marks = marks
-        self._digests: dict[int, tuple[str, str, str]] = {}  # With the name that the stream gave it
+        self._compared: dict[int, tuple[str, ShapeChange]] = {}  # The digest with which it was as known
         self._asked: dict[int, ShapeChange | None] = {}  # Tables with a mark on its way, as they were known
         self._due = self._looked = self._cost_s = 0.0
         self.leaves: dict[int, set[int]] = {}
@@ -112,7 +112,7 @@ class CatalogWatch:
         digests: dict[int, str] = dict(sql.execute(_DIGESTS, {"oids": list(known), "typed": typed}).fetchall())
         changed = [
             oid for oid, digest in digests.items()
-            if self._digests.get(oid) != (digest, *_name(known[oid].after)) and oid not in self._asked
+            if self._is_changed(known[oid], digest) and oid not in self._asked
         ]  # fmt: skip
         names = [_name(one.after) for one in known.values()]
         query = [list(self._publications), list(known), [name[0] for name in names], [name[1] for name in names]]
@@ -138,19 +138,23 @@ class CatalogWatch:
             lost = _lost(self.leaves.pop(shape.oid), details) if shape.oid in unknown else []
             if lost:
                 details["lost"] = lost
-            self._digests[shape.oid] = (digests[shape.oid], *_name(shape))
             if is_other(before, shape, details):
                 lsn = lsn or wal_place(sql)
                 self._ask(lsn, shape, details, before)
             else:
                 self._shapes.adopt(shape.oid, details)
+                self._compared[shape.oid] = (digests[shape.oid], known[shape.oid])
+
+    def _is_changed(self, known: ShapeChange, digest: str) -> bool:
+        """By somebody; or what is known was told by rows or a mark since, and may be older."""
+        last = self._compared.get(known.after.oid)
+        return last is None or last[0] != digest or last[1] is not known
 
     def _ask(self, lsn: int, shape: Relation, details: Mapping[str, Any], before: ShapeChange | None) -> None:
         def make() -> Mark | None:
             if self._shapes.current.get(shape.oid) is before:
                 return Mark([schema_mark(details)], shape)
-            self._digests.pop(shape.oid, None)  # rows have told something: look again
-            if "lost" in details:
+            if "lost" in details:  # rows have told something else first: look again
                 self.leaves.setdefault(shape.oid, set()).update(map(int, details["lost"]))
             return None
 
