@@ -124,6 +124,13 @@ FOUND: dict[str, tuple[Group, ...]] = {
             "ALTER TABLE t RENAME TO swapping", "ALTER TABLE u RENAME TO t", "ALTER TABLE swapping RENAME TO u",
         ), how="whole"),
     ),
+    "made again with another type in a part of the key": (
+        Group(("CREATE TABLE t (id text, n int, PRIMARY KEY (id, n))", "INSERT INTO t VALUES ('a', 1)")),
+        BEGUN,
+        Group((
+            "DROP TABLE t", "CREATE TABLE t (id int PRIMARY KEY, a text)", "INSERT INTO t VALUES (1, 'x')",
+        ), then="follow"),
+    ),
 }  # fmt: skip
 
 

@@ -112,9 +112,11 @@ def rebuild(
         was_ours = had is not None and (had.type in ours[column] or (had.type == "text" and not ours[column] <= known))
         if had is not None and had.type != kind and was_ours:
             _alter(targets, target, f"DROP COLUMN {quote_identifier(column)}")
-    for column, had in target.columns.items():
-        if column not in types and had.is_required and column not in target.primary_key:
-            _alter(targets, target, f"ALTER COLUMN {quote_identifier(column)} DROP NOT NULL")
+    left = targets.find(name)  # a column that was dropped took the key with it
+    assert left is not None
+    for column, had in left.columns.items():
+        if column not in types and had.is_required and column not in left.primary_key:
+            _alter(targets, left, f"ALTER COLUMN {quote_identifier(column)} DROP NOT NULL")
     target = targets.prepare(source, columns, key)
     _set_key(targets, target, key)
     targets.say(f"table {target.title} is empty, and gets its rows again")
