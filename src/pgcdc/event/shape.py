@@ -272,8 +272,15 @@ def _diff_rows(
         found = {
             "added": [oid for oid in news if oid not in olds],
             "removed": [*(oid for oid in olds if oid not in news), *after.get("lost", ())],
+            # One that was made as a partition has a file with its own number: another one has lost rows that were sent.
             "rewritten": [
-                oid for oid in news if oid in olds and (olds[oid], links[0].get(oid)) != (news[oid], links[1].get(oid))
+                oid
+                for oid, file in news.items()
+                if (
+                    (olds[oid], links[0].get(oid)) != (file, links[1].get(oid))
+                    if oid in olds
+                    else oid not in links[1] and file != int(oid)
+                )
             ],
         }
         if any(found.values()):

@@ -68,11 +68,12 @@ class CatalogEntry:
     facts: dict[str, Any]
     """As in the details of a shape: `natts`, `filenode`, `leaves`, `attached`, `joined`, `published`, `member`."""
     altered: tuple[int, ...] = ()  # The transactions that altered it and its partitions last
+    next_xid: int = 0  # Of the server, at the same moment
 
     def is_newer(self, xid: int) -> bool:
         """Whether it was altered by a transaction with a later number, which goes round at 2^32. One that began before `xid`
         and altered the table afterwards is not seen."""
-        return any(0 < (one - xid) % (1 << 32) < 1 << 31 for one in self.altered)
+        return any(0 < (one - xid) % (1 << 32) < (self.next_xid - xid) % (1 << 32) for one in self.altered)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,7 @@ class CatalogLook:
         - `filenode` of an ordinary table, which a rewrite changes
         - of a root `leaves` with their filenodes by oid; `attached`, those of them that came with rows of their own; and
           `joined`, when each that was not made as a partition became one
-        - `lost`: partitions that had rows and were dropped, detached or truncated before anybody knew them
+        - `lost`: partitions that had rows and were dropped or detached before anybody knew them
         - `mixed`, its columns in which old rows have several constants
         - `published`, the row filter and column list of the publications
         - `member`: the entry in the catalog by which updates and deletes are published; 0: only inserts are
@@ -167,11 +168,13 @@ def read_catalog(sql: Connection, shapes: Iterable[Relation], publications: Sequ
         sql.execute("SET LOCAL search_path = ''")
         columns = read_columns(sql, oids)
         facts = _read_facts(sql, oids, publications)
+        row = sql.execute("SELECT txid_snapshot_xmax(txid_current_snapshot())").fetchone()
+    assert row is not None
     entries = {}
     for oid, known in facts.items():
         mine = columns.get(oid, [])
         altered = {int(xid) for text in (*(one.since for one in mine), *known.pop("altered")) for xid in text.split()}
-        entries[oid] = CatalogEntry(mine, known, tuple(altered))
+        entries[oid] = CatalogEntry(mine, known, tuple(altered), int(row[0]))
     if not _own_types(wanted):
         return CatalogLook(entries)
     return CatalogLook(entries, TypeCatalog.load(sql), dict(sql.execute(_LABELS).fetchall()))

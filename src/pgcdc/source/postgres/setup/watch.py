@@ -74,7 +74,7 @@ class CatalogWatch:
     def look(self, sql: Connection, *, at_once: bool = False) -> None:
         """Look if it is time to. What somebody has locked, or drops just now, is looked at later."""
         begun = time.monotonic()
-        is_asked = at_once or (begun >= self._looked + UNKNOWN_S and self._find_unknown())
+        is_asked = at_once or (begun >= self._looked + max(UNKNOWN_S, 20 * self._cost_s) and self._find_unknown())
         if begun < self._due and not is_asked:
             return
         try:
@@ -125,6 +125,8 @@ class CatalogWatch:
         only = changed[0] if len(changed) == 1 else 0
         published = {one.relation.oid: one.relation for one in read_published(sql, self._publications, only)}
         shapes = [published[oid] for oid in changed if oid in published]
+        for oid in unknown.keys() - published.keys():
+            del self.leaves[oid]
         look = read_catalog(sql, shapes, self._publications)
         lsn = 0
         for shape in shapes:
@@ -153,6 +155,9 @@ class CatalogWatch:
     def _ask(self, lsn: int, shape: Relation, details: Mapping[str, Any], before: ShapeChange | None) -> None:
         def make() -> Mark | None:
             if self._shapes.current.get(shape.oid) is before:
+                self.leaves.get(shape.oid, set()).difference_update(
+                    map(int, details.get("lost", ()))
+                )  # described again
                 return Mark([schema_mark(details)], shape)
             if "lost" in details:  # rows have told something else first: look again
                 self.leaves.setdefault(shape.oid, set()).update(map(int, details["lost"]))
@@ -163,9 +168,9 @@ class CatalogWatch:
 
 
 def _lost(shown: Iterable[int], details: Mapping[str, Any]) -> list[str]:
-    """New partitions whose rows may be gone: dropped, detached, or with another file than a new table has."""
+    """New partitions that are gone, and so are their rows."""
     leaves = details.get("leaves", {})
-    return [str(one) for one in sorted(shown) if leaves.get(str(one)) != one]
+    return [str(one) for one in sorted(shown) if str(one) not in leaves]
 
 
 def _name(shape: Relation) -> tuple[str, str]:

@@ -116,6 +116,7 @@ class _Job:
     shape: ShapeChange | None  # The record of the table's shape: another one makes the rows old
     read: ChunkRead | None = None
     files: list[Staged] = field(default_factory=list)  # Still to be released
+    mark: Release | None = None  # What the catalog said when they were read
     first: Release | None = None  # The TRUNCATE
 
     @property
@@ -157,7 +158,7 @@ class Reloads:
 
     def released(self, release: Release) -> None:
         """It is visible, and the shape of its rows is recorded."""
-        if self._job is not None and self._job.first is release:
+        if self._job is not None and release in (self._job.mark, self._job.first):
             self._job.shape = self.shape_of(self._job.window.oid)
 
     def lose(self) -> None:
@@ -244,12 +245,14 @@ class Reloads:
 
     def _release(self, job: _Job, read: ChunkRead, end: Position) -> Release:
         relation, request = read.table.relation, job.state.request
+        if job.mark is None and read.details is not None:
+            # For everybody. The table may have been altered since it was read, without a trace in the shape of its rows.
+            job.mark = self._releases.add(end, self._releases.stage([schema_mark(read.details)]), relation)
+            return job.mark
         is_last = job.first is not None and not job.files
         if job.first is None:
             mark = snapshot_mark(Op.SNAPSHOT_STARTED, job.id, "reload", relation, 0)
-            # What the catalog said when the rows were read: it may have been altered since, without a trace in their shape.
-            known = [schema_mark(read.details)] if read.details is not None else []
-            staged = self._releases.stage([*known, mark, truncated_rows()], read.time_us)
+            staged = self._releases.stage([mark, truncated_rows()], read.time_us)
         elif job.files:
             staged = job.files.pop(0)
         else:

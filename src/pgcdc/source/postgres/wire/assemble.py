@@ -75,9 +75,9 @@ class Assembler:
         self._told: dict[int, int] = {}  # what the next batch says
         self._relation_count = 0
         self.leaves: dict[int, set[int]] = {}
-        """Described right behind another relation: partitions whose changes come as those of a root. (Or tables that were
-        truncated together.) Whoever uses it clears it."""
-        self._described: tuple[int, Transaction | None, int] = (0, None, 0)  # The last one, and where
+        """Described right behind another relation by what has committed: partitions whose changes come as those of a root.
+        (Or tables that were truncated together.) Whoever uses it clears it."""
+        self._described = (0, 0, 0)  # The last one, and its transaction and place there
         self._resume_lsn = 0
         self._parallel = False
         self._rewrite_row: Callable[[bytes, Sequence[Column], int, int], bytes] | None = None
@@ -203,7 +203,7 @@ class Assembler:
         rows = self._shared.rows - self._committed_rows
         if is_old or transaction.parts:
             self._seal_shared(transaction)
-        add_told(self._told, transaction.told)
+        self._tell(transaction)
         if is_old:
             self._store.drop(transaction.parts)
         elif transaction.parts:
@@ -258,10 +258,11 @@ class Assembler:
         is_known = relation.oid in self._tables or relation.oid in self._tables_now
         add_told(self._told if self._open is None else self._open.told, {relation.oid: 2 if is_known else 1})
         self._tables_now[relation.oid] = table
-        here = (relation.oid, self._open, self._open.ordinal if self._open is not None else 0)
-        if (root := self._described[0]) not in (0, relation.oid) and self._described[1:] == here[1:]:
-            self.leaves.setdefault(root, set()).add(relation.oid)
-        self._described = here
+        if self._open is not None:
+            root, *place = self._described
+            if root not in (0, relation.oid) and place == [self._open.xid, self._open.ordinal]:
+                self._open.leaves.append((root, relation.oid))
+            self._described = (relation.oid, self._open.xid, self._open.ordinal)
 
     def _take_type(self, message: _Bytes, lsn: int) -> None:
         wire.parse_type(self._split(message, lsn)[1], lsn)
@@ -396,12 +397,17 @@ class Assembler:
         """A transaction that was set aside has committed."""
         if self._committed and not is_old:
             self._seal_shared(None)
-        add_told(self._told, transaction.told)
+        self._tell(transaction)
         if is_old:
             self._store.drop(transaction.parts)
             return
         self._publish(transaction, end_lsn, commit_time)
         self._move(end_lsn)
+
+    def _tell(self, transaction: Transaction) -> None:
+        add_told(self._told, transaction.told)
+        for root, leaf in transaction.leaves:
+            self.leaves.setdefault(root, set()).add(leaf)
 
     def _publish(self, transaction: Transaction, end_lsn: int, commit_time: int) -> None:
         self._store.release(transaction.parts)

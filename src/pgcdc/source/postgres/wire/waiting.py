@@ -66,6 +66,7 @@ class Transaction:
     tables: dict[int, Table] = field(default_factory=dict)
     aborted: array[int] = field(default_factory=lambda: array("I"))
     told: dict[int, int] = field(default_factory=dict)  # As in CaptureBatch
+    leaves: list[tuple[int, int]] = field(default_factory=list)  # Roots and partitions, as in Assembler.leaves
 
     @property
     def buffered(self) -> int:
