@@ -59,7 +59,7 @@ def settings_of(version: int) -> dict[str, str]:
 
 
 LOOK_S = 1.3  # The catalog is looked at every second
-SETTLE_S = 30.0
+SETTLE_S = 90.0  # Eight scripts at a time on two cores
 LATE_S = 45.0  # New tables are looked for every ten seconds, and the catalog less often under load
 _CHANGED = re.compile(r"""(?:UPDATE|DELETE FROM)\s+(?:ONLY\s+)?((?:"[^"]+"|\w+)\.(?:"[^"]+"|\w+))""")
 

@@ -36,7 +36,9 @@ def test_a_mirror_stays_equal_and_is_repaired_while_others_go_on(postgres: Embed
 
             conn.execute("ALTER TABLE t ADD COLUMN x double precision DEFAULT random()")
             conn.execute("UPDATE t SET v = 'new' WHERE id = 5; INSERT INTO other VALUES (1, 'o')")
-            wait_until(lambda: not compare(source, target, TABLES), 60, "the copy was reloaded")
+            done = one.command("sentinel", "--wait", "--timeout", "60s")  # which waits for the reload
+            assert done.returncode == 0, done.stderr
+            assert compare(source, target, TABLES) == []
             assert "table t: its rows were rewritten by ALTER TABLE" in one.said()
             done = one.command("sentinel", "--wait")
             assert done.returncode == 0 and "all targets have everything" in done.stdout, done.stderr
@@ -71,5 +73,10 @@ def test_a_mirror_stays_equal_and_is_repaired_while_others_go_on(postgres: Embed
             one.start()
             wait_until(lambda: not compare(source, target, TABLES), 60, "the copy was made again")
             assert one.stop() == 0, one.said()
+
+            conn.execute("ALTER TABLE t ALTER COLUMN v TYPE int USING id * 2; INSERT INTO t VALUES (-1, 5)")
+            one.start("--once", wait=False)
+            assert one.process is not None and one.process.wait(120) == 0, one.said()
+            assert compare(source, target, TABLES) == []
         finally:
             one.kill_all()

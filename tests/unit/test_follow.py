@@ -76,7 +76,8 @@ def test_transforms_that_nobody_knows_here_are_a_reason() -> None:
 def test_partitions_with_rows_are_a_reason_and_new_ones_are_not() -> None:
     before = side(("id", 1, INT), ("a", 2, TEXT), leaves={"10": 1}, attached=[])
     for leaves, attached, is_reason in (
-        ({"10": 1, "11": 2}, [], False), ({"10": 1, "11": 2}, ["11"], True), ({}, [], True), ({"10": 9}, [], True),
+        ({"10": 1, "11": 11}, [], False), ({"10": 1, "11": 11}, ["11"], True), ({}, [], True), ({"10": 9}, [], True),
+        ({"10": 1, "11": 12}, [], True),
     ):  # fmt: skip
         after = side(("id", 1, INT), ("a", 2, TEXT), leaves=leaves, attached=attached)
         assert bool(reason(after, before=before)) == is_reason, leaves

@@ -170,9 +170,9 @@ KINDS: dict[str, tuple[ShapeChange, list[dict[str, Any]]]] = {
         change(
             THREE, THREE, (1, 2, 3), (1, 2, 3),
             old={"leaves": {"7": 70, "8": 80, "9": 90, "6": 60}, "joined": {"6": "500"}},
-            new={"leaves": {"7": 71, "9": 90, "6": 60, "10": 1, "11": 2}, "attached": ["9", "11"], "joined": {"6": "501"}},
+            new={"leaves": {"7": 71, "9": 90, "6": 60, "10": 10, "11": 12}, "attached": ["9", "11"], "joined": {"6": "501"}},
         ),
-        [{"type": "partitions_changed", "added": ["10", "11"], "removed": ["8"], "rewritten": ["7", "6"],
+        [{"type": "partitions_changed", "added": ["10", "11"], "removed": ["8"], "rewritten": ["7", "6", "11"],
           "attached": ["11"]}],
     ),
     "rows_that_came_to_an_attached_partition_are_no_change": (
@@ -232,7 +232,7 @@ def test_difference(one: ShapeChange, expected: list[dict[str, Any]]) -> None:
         ("replica_identity", ["table public.orders: replica identity changed from default to full"]),
         ("primary_key", ["table public.orders: primary key changed from (id) to (a, id)"]),
         ("primary_key_not_known", ["table public.orders: key changed from (id) to (id, a)"]),
-        ("partitions", ["table public.orders: partitions changed: 2 added, 1 removed, 2 rewritten"]),
+        ("partitions", ["table public.orders: partitions changed: 2 added, 1 removed, 3 rewritten"]),
         ("publication", ["table public.orders: row filter or columns of the publication changed"]),
         ("replaced_with_a_default", ["table public.orders: column a (type of a) dropped and added again (type of a)"]),
         ("table_moved", ["table archive.orders: renamed from public.orders"]),

@@ -280,8 +280,7 @@ class Driver:
                 self._tables.tell_changes(self._chains.all)
                 if self.snapshot.follow(self.capture_status, self._lanes):
                     self._stop.set()
-                if ended:
-                    self._table_reloads.check_done()
+                if ended and self._table_reloads.is_done():
                     return
             self._enter("stopping")
             giving_up = self._give_up_after(STOP_TIMEOUT_S + 1.5)

@@ -108,6 +108,7 @@ class TableWatch:
         self._state = state
         self._say = say
         self._known: frozenset[str] = frozenset()
+        self._noted: tuple[str, ...] = ()
         self._shapes = ShapeHistory(state.shapes_file)
         self._is_due = Every(TABLES_INTERVAL_S, TABLES_INTERVAL_S)
 
@@ -116,7 +117,7 @@ class TableWatch:
         for note in prepared.notes:
             self._say(note)
         self.tell_missing(chains)
-        self._known = prepared.tables
+        self._known, self._noted = prepared.tables, prepared.notes
         self._shapes.refresh()
 
     def follow(self) -> None:
@@ -124,7 +125,7 @@ class TableWatch:
         if not self._is_due():
             return
         try:
-            tables = self._source.follow_tables(self._state)
+            tables, notes = self._source.follow_tables(self._state)
         except GapError:
             raise
         except PgcdcError as error:
@@ -133,6 +134,10 @@ class TableWatch:
         if added := sorted(tables - self._known):
             self._say(f"new tables are captured from now on: {', '.join(added)}")
             self._known = tables
+        for note in notes:
+            if note not in self._noted:
+                self._say(f"warning: {note}")
+        self._noted = notes
 
     def tell_changes(self, chains: Sequence[Chain]) -> None:
         """Altered tables; and what transforms no longer find: a renamed column is not masked."""

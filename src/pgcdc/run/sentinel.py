@@ -27,6 +27,7 @@ class Sentinel:
         self.position: Position | None = None  # Where it stands in the stream; None: not known yet
         self.took_s: dict[str, float] = {}  # For each adapter that has it: how long after the request that was seen
         self._state, self._began = state, time.monotonic()
+        self.waits_for_copies = True  # That are replaced as a whole
         self._trouble = ""  # Why the capture does not say where it stands
         run = self._ask_run()
         self._adapters = tuple(adapters or run.get("adapters", ()))
@@ -58,7 +59,8 @@ class Sentinel:
         lanes, lacking = {one["adapter"]: one for one in run.get("lanes", ())}, []
         for name in self._adapters:
             lane = lanes.get(name, {"adapter": name})
-            if self.position and lane.get("ack") and Position.parse(lane["ack"]) >= self.position:
+            has_it = self.position and lane.get("ack") and Position.parse(lane["ack"]) >= self.position
+            if has_it and not (self.waits_for_copies and lane.get("reloading")):  # whose rows it leaves out
                 self.took_s.setdefault(name, time.monotonic() - self._began)
             elif name not in self.took_s:
                 lacking.append(lane)
@@ -97,13 +99,16 @@ class Sentinel:
 def _describe(lane: dict[str, Any]) -> str:
     behind = "not open yet" if lane.get("lag_bytes") is None else f"{lane['lag_bytes']} bytes behind"
     error = f", last error: {lane['last_error']}" if lane.get("last_error") else ""
+    if lane.get("reloading"):
+        return f"adapter {lane['adapter']} still replaces its copy of {lane['reloading']}{error}"
     return f"adapter {lane['adapter']} lacks it ({behind}{error})"
 
 
 def wait_for(state: StateDir, adapters: Sequence[str] = (), timeout_s: float = 30.0) -> Position:
     """Wait until these adapters (none: all) of the pipeline that runs in `state` have everything that was committed before
-    this call. Returns a position behind all of that."""
+    this call, but for copies that are replaced meanwhile. Returns a position behind all of that."""
     sentinel = Sentinel(state, adapters)
+    sentinel.waits_for_copies = False
     sentinel.wait(timeout_s)
     assert sentinel.position is not None
     return sentinel.position

@@ -191,6 +191,11 @@ class Lanes:
             self._move_error = error  # the next look tries again
         return self.config.once and all(self.watch(lane).is_done for lane in self._moves.lanes.values())
 
+    def begin_again(self) -> None:
+        """A run with an end has more to do."""
+        for one in self._watches.values():
+            one.is_done = False
+
     def watch(self, lane: Lane) -> QueryWatch:
         if lane not in self._watches:
             self._watches[lane] = QueryWatch(lane, self)

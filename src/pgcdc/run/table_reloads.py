@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 INTERVAL_S, RETRY_S = 0.25, 5.0
 HOLD_TIMEOUT_S = 30.0
+MAX_ROUNDS = 10  # Of a run with an end, for copies that are replaced
 ASKED_FOR = "asked for by pgcdc resync"
 
 
@@ -36,9 +37,10 @@ class TableReloads:
         self._handed_over: dict[str, list[WriteFuture]] = {}  # By request: what adapters do instead
         self._refused: dict[str, Every] = {}  # When to ask again: the table may have been locked
         self._is_due = Every(INTERVAL_S)
+        self._rounds = 0
 
-    def follow(self) -> None:
-        if not self._is_due():
+    def follow(self, *, at_once: bool = False) -> None:
+        if not self._is_due() and not at_once:
             return
         snapshots = {one["id"]: one for one in self._link.last_status().get("snapshots", ())}
         self._hold_added(snapshots.values())
@@ -72,14 +74,21 @@ class TableReloads:
                 with suppress(PgcdcError):  # the next start holds it again
                     self._link.request({"do": "snapshot", "action": "stop", "id": one["id"]})
 
-    def check_done(self) -> None:
-        """At the end of a run that delivers everything up to now. Raises if a copy is not whole."""
+    def is_done(self) -> bool:
+        """At the end of a run that delivers everything up to now: whether all copies are whole. If not, it goes on with what
+        is to be read again. Raises if that comes to no end."""
         held = [one.table for member in self._lanes.members() for one in member.sink.progress.holds.values()]
-        if held:
+        if not held:
+            return True
+        if self._rounds == MAX_ROUNDS:
             raise PgcdcError(
                 f"everything is delivered, but the copy of table {', '.join(held)} is still to be replaced",
-                "Run it again: it begins with that",
+                "See pgcdc status for the reason, then run it again: it begins with that",
             )
+        self._rounds += 1
+        self.follow(at_once=True)
+        self._lanes.begin_again()
+        return False
 
     def _ask(self, member: Member, oid: int, hold: Hold) -> None:
         adapter = member.name

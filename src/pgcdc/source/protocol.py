@@ -213,8 +213,9 @@ class Source(Protocol):
         whatever cannot be, and then nothing new is left behind. `consumer` is who asks. What has to wait for others says so
         with `say`, again and again; `say` may raise to end that."""
 
-    def follow_tables(self, state: StateDir) -> frozenset[str]:
-        """Capture tables that were created meanwhile, if the settings want that; all that are captured then."""
+    def follow_tables(self, state: StateDir) -> tuple[frozenset[str], tuple[str, ...]]:
+        """Capture tables that were created meanwhile, if the settings want that. Returns all that are captured then, and for
+        people what is captured only in part."""
 
     def has_confirmed(self, commit: int) -> bool:
         """Whether the database has taken the confirmation of this commit; it gets a moment for it."""

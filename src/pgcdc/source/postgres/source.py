@@ -83,10 +83,11 @@ class PostgresSource:
         say(f"checking the database and slot {self.options.slot_name}")
         return prepare.prepare(self.options, state, consumer=consumer, say=say)
 
-    def follow_tables(self, state: StateDir) -> frozenset[str]:
+    def follow_tables(self, state: StateDir) -> tuple[frozenset[str], tuple[str, ...]]:
         if not self.options.is_open:
-            return frozenset()
-        return frozenset(table for one in prepare.follow_tables(self.options, state) for table in one.tables)
+            return frozenset(), ()
+        found = prepare.follow_tables(self.options, state)
+        return frozenset(table for one in found for table in one.tables), prepare.partly_captured(found)
 
     def has_confirmed(self, commit: int) -> bool:
         deadline = time.monotonic() + CONFIRM_TIMEOUT_S

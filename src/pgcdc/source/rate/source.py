@@ -104,8 +104,8 @@ class RateSource:
         state.save_identity(identity)
         return Prepared(identity)
 
-    def follow_tables(self, state: StateDir) -> frozenset[str]:
-        return frozenset()
+    def follow_tables(self, state: StateDir) -> tuple[frozenset[str], tuple[str, ...]]:
+        return frozenset(), ()
 
     def has_confirmed(self, commit: int) -> bool:
         return True

@@ -109,11 +109,7 @@ def _prepare(
         *(f"{text}; this holds for what is written from now on" for one in publications for text in one.changed),
         *(text for one in publications for text in one.kept),
         *(f"table {table} is no longer captured: it was left out of --tables" for table in sorted(before - tables)),
-        *(
-            f"table {table} has no primary key or other replica identity: only its inserts and truncates are captured"
-            for one in publications
-            for table in one.inserts_only
-        ),
+        *partly_captured(publications),
     )
     return Prepared(identity, tables, notes, partial(drop_publications, options, created))
 
@@ -256,6 +252,15 @@ def _bring_up_to_date(
     if updated != state.identity():
         state.save_identity(updated)
     return infos, updated
+
+
+def partly_captured(publications: Sequence[PublicationInfo]) -> tuple[str, ...]:
+    """For people."""
+    return tuple(
+        f"table {table} has no primary key or other replica identity: only its inserts and truncates are captured"
+        for one in publications
+        for table in one.inserts_only
+    )
 
 
 def follow_tables(options: PostgresOptions, state: StateDir) -> tuple[PublicationInfo, ...]:
