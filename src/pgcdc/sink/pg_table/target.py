@@ -31,7 +31,15 @@ from psycopg import errors
 
 from pgcdc.core.errors import ConnectionLost, SinkError, SinkUnavailable, SourceError
 from pgcdc.core.position import Position
-from pgcdc.postgres.database import Connection, connect, lock_creation, name_table, quote_literal, quote_qualified
+from pgcdc.postgres.database import (
+    Connection,
+    connect,
+    lock_creation,
+    name_table,
+    quote_identifier,
+    quote_literal,
+    quote_qualified,
+)
 from pgcdc.sink.pg_table.options import TableName
 
 Say = Callable[[str], None]
@@ -228,7 +236,15 @@ class Positions:
 
     def read(self, conn: Connection, owner: str) -> tuple[Position, set[TableName]] | None:
         """This stream's position, and the tables that the target had. SinkError: this adapter belongs to another
-        pipeline."""
+        pipeline, or may not write here."""
+        rights = "SELECT has_table_privilege(%s, 'INSERT') AND has_table_privilege(%s, 'UPDATE'), current_user::text"
+        may, role = conn.execute(rights, (self.quoted, self.quoted)).fetchone() or (True, "")
+        if not may:
+            raise SinkError(
+                f"adapter {self.adapter}: role {role} may not write to {self.title} at the target",
+                f"Run there: GRANT SELECT, INSERT, UPDATE ON {self.quoted} TO {quote_identifier(role)}; and give it "
+                "its rights on the tables that it keeps: docs/adapters/pg_table.md",
+            )
         columns = "stream, owner::text, \"position\", coalesce(source, ''), updated_at::text, coalesce(tables, '{}')"
         query = f"SELECT {columns} FROM {self.quoted} WHERE adapter = %s"
         found = None
