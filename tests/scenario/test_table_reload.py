@@ -18,7 +18,7 @@ from snapshots import Backfill
 from pgcdc import transform
 from pgcdc.core.errors import SinkError
 from pgcdc.run.resync import Resync
-from pgcdc.run.table_reloads import hold_tables
+from pgcdc.run.table_reloads import find_tables, hold_tables
 from pgcdc.sink.holds import new_hold
 from pgcdc.transform.specs import Chain
 
@@ -166,7 +166,7 @@ def test_an_adapter_that_may_not_reload_stops_and_names_the_command_that_does(mi
     assert caught.value.advice.endswith("pgcdc resync --table t --adapter copy")
     captured = mirror.source.captured(mirror.identity())
     mirror.end()
-    hold_tables(mirror.state, captured, ["t"], ["copy"])
+    hold_tables(mirror.state, find_tables(mirror.state, captured, ["t"], ["copy"]), ["copy"])
     mirror.start()
     mirror.settle()
     assert compare(mirror.database.url, mirror.target, ["t"]) == []

@@ -19,7 +19,7 @@ COMMANDS = {
     "status": "Phase, positions, lag in bytes and seconds, and the last error of the pipeline that owns a state directory.",
     "reload": "Make a running `pgcdc listen` read its transforms and routes again; they apply from the next batch on.",
     "sentinel": "Mark this moment in a running pipeline's stream, and wait until its targets have everything before it.",
-    "resync": "After a lost slot: a new one, every table again, and deletes of the rows that vanished meanwhile.",
+    "resync": "Bring targets back: one copy (--table, --adapter), or after a lost slot everything, deletes included.",
     "playground": "A PostgreSQL of its own under random traffic, captured through Spark and compared at the end.",
     "version": "Versions of pgcdc and what it stands on, and which decoder is in use.",
     "config": "Create a configuration file, show the effective settings, print the JSON schema.",

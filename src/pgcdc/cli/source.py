@@ -183,7 +183,7 @@ def resync(
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
-    """After a lost slot: a new one, every table again, and deletes of the rows that vanished meanwhile."""
+    """Bring targets back: one copy (--table, --adapter), or after a lost slot everything, deletes included."""
     from pgcdc.core.settings import split_outside_quotes
     from pgcdc.run.resync import Resync
 
@@ -203,7 +203,7 @@ def resync(
 
 
 def _replace(db: str, state: StateDir, tables: list[str], adapters: list[str], yes: bool) -> None:
-    from pgcdc.run.table_reloads import hold_tables
+    from pgcdc.run.table_reloads import find_tables, hold_tables
     from pgcdc.source.postgres.options import PostgresOptions
     from pgcdc.source.protocol import make_source
 
@@ -213,9 +213,11 @@ def _replace(db: str, state: StateDir, tables: list[str], adapters: list[str], y
     if identity is None:
         raise StateError(f"{state.path} is not a state directory of pgcdc", "Give --state-dir")
     captured = make_source(PostgresOptions(db=db)).captured(identity)
-    say(f"{', '.join(adapters)} will empty {', '.join(tables)}, and get every row again")
+    wanted = find_tables(state, captured, tables, adapters)
+    say(f"{', '.join(adapters)} will empty {', '.join(wanted.values())}, and get every row again")
     if not yes:
         confirm("Go on?", "nothing was changed: a resync needs a confirmation")
-    hold_tables(state, captured, tables, adapters)
+    hold_tables(state, wanted, adapters)
     is_running = Lock.holder(state.run_lock) is not None
-    say("done: see pgcdc status" if is_running else "done. Start pgcdc listen as before: it replaces them")
+    when = "asked for: pgcdc sentinel --wait returns when they are whole"
+    say(when if is_running else "done. Start pgcdc listen as before: it replaces them")

@@ -84,7 +84,10 @@ class Resync:
                 lock = Lock(path)
                 if (previous := lock.acquire()) is None:
                     pid = (Lock.holder(path) or {}).get("pid", "?")
-                    raise StateError(f"the pipeline of {self.state.path} runs (process {pid})", "Stop it first")
+                    raise StateError(
+                        f"the pipeline of {self.state.path} runs (process {pid})",
+                        "Stop it first. To replace a copy while it runs, name it: --table NAME --adapter NAME",
+                    )
                 locks.callback(lock.release)
                 lock.write({"pid": os.getpid()})
                 remove_socket(previous)

@@ -4,7 +4,7 @@ well; and users hold tables themselves, of a pipeline that runs or one that has 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -118,8 +118,10 @@ class TableReloads:
         return {"ids": [one.id for one in held.values()]}
 
 
-def hold_tables(state: StateDir, captured: Sequence[Relation], tables: Sequence[str], adapters: Sequence[str]) -> None:
-    """Have these adapters replace their copies of these tables. If the pipeline has stopped, it does so when it starts."""
+def find_tables(
+    state: StateDir, captured: Sequence[Relation], tables: Sequence[str], adapters: Sequence[str]
+) -> dict[int, str]:
+    """The names of these tables by their oids. ConfigError: one is not captured, or an adapter is not there."""
     known = {(one.namespace, one.name): one for one in captured}
     wanted = {}
     for name in dict.fromkeys(map(split_table, tables)):
@@ -131,6 +133,11 @@ def hold_tables(state: StateDir, captured: Sequence[Relation], tables: Sequence[
         if not (state.acks / f"{adapter}.json").exists():
             names = ", ".join(sorted(one.stem for one in state.acks.glob("*.json"))) or "none"
             raise ConfigError(f"there is no adapter {adapter!r} in {state.path}", f"There are: {names}")
+    return wanted
+
+
+def hold_tables(state: StateDir, wanted: Mapping[int, str], adapters: Sequence[str]) -> None:
+    """Have these adapters replace their copies of these tables. If the pipeline has stopped, it does so when it starts."""
     if Lock.holder(state.run_lock) is not None:
         for adapter in adapters:
             request = {"do": "hold", "adapter": adapter, "tables": {str(oid): name for oid, name in wanted.items()}}
