@@ -54,7 +54,7 @@ def test_an_update_after_the_reading_is_in_the_row_with_its_long_value(database:
         ["1", "old 1", long_text(1)], ["2", "new", long_text(2)], ["3", "old 3", long_text(3)]
     ]  # fmt: skip
     assert [event[0] for event in three.events] == [
-        "UPDATE", "SNAPSHOT_STARTED", *["SNAPSHOT"] * 3, "SNAPSHOT_COMPLETED"
+        "UPDATE", "SCHEMA_CHANGE", "SNAPSHOT_STARTED", *["SNAPSHOT"] * 3, "SNAPSHOT_COMPLETED"
     ]  # fmt: skip
 
 
