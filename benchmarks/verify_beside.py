@@ -78,7 +78,7 @@ def _measure(bench: Bench, target: str, folder: Path, client: Any) -> None:
             text=True, check=False,
         )  # fmt: skip
         if done.returncode > 1:
-            raise RuntimeError(done.stderr)
+            raise RuntimeError(done.stdout + done.stderr)
         found: dict[str, Any] = json.loads(done.stdout)
         return found
 
@@ -139,10 +139,12 @@ def _spoil_table(url: str, keys: list[int]) -> None:
 def _spoil_files(paths: list[Path], keys: list[int]) -> None:
     """Other words of the same length: of a file, more cannot be wrong without its size."""
     for path in paths:
-        text = path.read_text()
-        for key in keys:
-            text = text.replace(f'"word {key}"', f'"wrod {key}"')
-        path.write_text(text)
+        with path.open("r+b") as file:  # in place: the pipeline has it open
+            text = file.read()
+            for key in keys:
+                text = text.replace(b'"word %d"' % key, b'"wrod %d"' % key)
+            file.seek(0)
+            file.write(text)
 
 
 def _spoil_redis(client: Any, keys: list[int]) -> None:
@@ -183,11 +185,12 @@ def _traffic(url: str) -> Iterator[list[int]]:
     commits, ended = [0] * WRITERS, threading.Event()
 
     def write(number: int) -> None:
-        due = time.monotonic()
+        due, chance = time.monotonic(), random.Random(number)
         with connect(url) as conn:
+            conn.execute("SET synchronous_commit = off")  # the disk is not what is measured
             while not ended.wait(max(0.0, due - time.monotonic())):
                 due += WRITERS / COMMITS_PER_S
-                conn.execute(f"UPDATE watched SET n = n + 1 WHERE id = 1 + (random() * {ROWS // 2 - 1})::int".encode())
+                conn.execute("UPDATE watched SET n = n + 1 WHERE id = %s", [chance.randint(1, ROWS // 2)])
                 commits[number] += 1
 
     threads = [threading.Thread(target=write, args=[number]) for number in range(WRITERS)]
