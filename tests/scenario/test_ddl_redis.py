@@ -35,10 +35,10 @@ class RedisMirror(Mirror):
 
     def __init__(self, database: Database, server: RedisServer, folder: Path) -> None:
         super().__init__(database, "", folder)
-        self.server = server
+        self.server, self.mode = server, "sync"
 
     def make_sink(self) -> Sink:
-        return make_options(RedisOptions, {"url": self.server.url, "mode": "sync"}, "redis").make()
+        return make_options(RedisOptions, {"url": self.server.url, "mode": self.mode}, "redis").make()
 
     def is_equal(self) -> bool:
         wanted: Rows = {}
@@ -93,6 +93,17 @@ def test_it_is_followed(mirror: RedisMirror, case: str) -> None:
 def test_partitions_are_followed(mirror: RedisMirror, case: str) -> None:
     mirror.run(*PARTITIONED)
     follow(mirror, TREES[case][1])
+
+
+def test_keys_of_a_table_that_was_made_again_are_no_longer_valid(mirror: RedisMirror) -> None:
+    mirror.mode = "invalidate"
+    mirror.run(*SETUP)
+    mirror.start()
+    mirror.settle()
+    client = mirror.server.client
+    client.set("t:5", "cached")
+    mirror.run("DROP TABLE t", "CREATE TABLE t (id int PRIMARY KEY)", "INSERT INTO t VALUES (7)")
+    mirror.settle(also=lambda: client.get("t:5") is None)
 
 
 def test_a_table_without_a_key_stops_it_with_advice(mirror: RedisMirror) -> None:

@@ -44,6 +44,10 @@ REWRITES = {
         "ALTER TABLE p ATTACH PARTITION p2 FOR VALUES FROM (200) TO (300)",
     ],
     "a partition is truncated": ["TRUNCATE p1"],
+    "a new partition is truncated, and a row tells another shape first": [
+        "CREATE TABLE p2 PARTITION OF p FOR VALUES FROM (200) TO (300)", "INSERT INTO p VALUES (201, 1)", "TRUNCATE p2",
+        "ALTER TABLE p ADD COLUMN x int", "INSERT INTO p VALUES (2, 5)",
+    ],
 }  # fmt: skip
 
 
