@@ -174,16 +174,12 @@ class RedisSink(Sink):
             if change.before is None:
                 reason = "it was dropped and made again" if self._context.shapes.takes_name(change) else ""
             kinds = {one["type"] for one in differences}
-            if (
-                not reason
-                and kinds <= _HARMLESS
-                and not ("replica_identity_changed" in kinds and self._has_new_key(change))
-            ):
+            has_new_key = "replica_identity_changed" in kinds and self._has_new_key(change)
+            if not reason and kinds <= _HARMLESS and not has_new_key:
                 continue
             old = change.before or after
-            if (not self._is_sync or "table_renamed" in kinds) and not self._context.shapes.is_taken(
-                old, change.position
-            ):
+            is_ours = "table_renamed" in kinds and not self._context.shapes.is_taken(old, change.position)
+            if not self._is_sync or is_ours:
                 self._clear(self._prefix(old), str(change.position))
             if self._is_sync:
                 table = change.after.channel.partition(":")[2]
