@@ -99,6 +99,14 @@ FOUND: dict[str, tuple[Group, ...]] = {
         BEGUN,
         Group(("ALTER TABLE t DROP CONSTRAINT t_pkey", "UPDATE t SET id = 5 WHERE id > 5", "INSERT INTO t VALUES (5, 'y')")),
     ),
+    "the same, and a row that tells another shape": (
+        Group((*TABLE, "ALTER TABLE t REPLICA IDENTITY FULL")),
+        BEGUN,
+        Group((
+            "ALTER TABLE t DROP CONSTRAINT t_pkey", "UPDATE t SET id = 5 WHERE id > 5", "ALTER TABLE t ADD COLUMN b int",
+            "INSERT INTO t VALUES (5, 'y')",
+        )),
+    ),
     "a name of an index that the other schema has": (
         Group((
             *TABLE, "CREATE SCHEMA s", "CREATE TABLE s.t (id int CONSTRAINT own PRIMARY KEY)", "INSERT INTO s.t VALUES (1)",
@@ -123,6 +131,14 @@ FOUND: dict[str, tuple[Group, ...]] = {
         Group((
             "ALTER TABLE t RENAME TO swapping", "ALTER TABLE u RENAME TO t", "ALTER TABLE swapping RENAME TO u",
         ), how="whole"),
+    ),
+    "the last column dropped and added, a row, and another column": (
+        Group(TABLE),
+        BEGUN,
+        Group((
+            "ALTER TABLE t DROP COLUMN a", "ALTER TABLE t ADD COLUMN a text", "INSERT INTO t VALUES (20, 'y')",
+            "ALTER TABLE t ADD COLUMN b int",
+        )),
     ),
     "made again with another type in a part of the key": (
         Group(("CREATE TABLE t (id text, n int, PRIMARY KEY (id, n))", "INSERT INTO t VALUES ('a', 1)")),

@@ -47,9 +47,13 @@ def reason(after: tuple[Relation, dict[str, Any] | None], chain: SimpleChain | N
         (side(("id", 1, BIGINT), ("a", 2, TEXT), filenode=101), "rewritten"),
         (side(("id", 1, INT), natts=2), ""),
         ((side(("id", 1, INT), ("b", 2, TEXT))[0], None), "altered again"),
-        (side(("id", 1, INT), ("a", 3, TEXT)), ""),
+        (side(("id", 1, INT), ("a", 3, TEXT)), "rows came before"),
+        (side(("id", 1, INT), ("a", 3, BIGINT)), ""),
     ],
-    ids=["added", "computed", "added twice", "renamed", "vacuum too", "wider", "retyped", "dropped", "late", "replaced"],
+    ids=[
+        "added", "computed", "added twice", "renamed", "vacuum too", "wider", "retyped", "dropped", "late", "replaced",
+        "replaced by another type",
+    ],
 )  # fmt: skip
 def test_only_what_the_catalog_proves_is_followed(after: tuple[Relation, dict[str, Any] | None], why: str) -> None:
     found = reason(after)

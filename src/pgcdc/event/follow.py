@@ -52,11 +52,12 @@ def why_reload(change: ShapeChange, differences: Sequence[Difference], *, is_par
         return "it was altered again before its catalog could be read, so its old rows are not known"
     if kinds <= _FREE | {"partitions_changed"}:
         return ""
-    if change.position.is_snapshot and change.before == change.after:  # no row has told it
-        if kinds.intersection(NEW_VALUES):
-            return "a column was dropped and added again, and rows came before that was noticed"
-        if any(one["type"] == "primary_key_changed" and one["old"] for one in differences):
-            return "it had another key, and rows came before that was noticed"
+    # Rows after it may have had the shape of before, and came before this was noticed.
+    if any(one["type"] == "column_replaced" and one["old_type"] == one["new_type"] for one in differences):
+        return "a column was dropped and added again, and rows came before that was noticed"
+    tells_key = change.before is None or (change.before.replica_identity == "d" and change.before != change.after)
+    if not tells_key and any(one["type"] == "primary_key_changed" and one["old"] for one in differences):
+        return "it had another key, and rows came before that was noticed"
     if is_partial and kinds.intersection(NEW_VALUES):
         return "its columns were changed, and only the transforms know what becomes of old rows"
     added = sum(one["type"] in _ADDED for one in differences)
