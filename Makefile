@@ -13,7 +13,7 @@ PY := .venv/bin/python
 # What pgcdc and the demo need, and what tests, lint and benchmarks need besides
 RUN := .venv/.installed
 DEV := .venv/.installed-dev
-ARCHIVE := .venv/spark.jsa
+ARCHIVE := .venv/classes/made
 # Types of pgcdc.adapters, for mypy and editors
 STUB := src/pgcdc/adapters.pyi
 SOURCES := pyproject.toml setup.py tools/set_up.py $(shell find src -name '*.pyx' -o -name '*.pxd')
@@ -25,7 +25,7 @@ SEED ?= 1
 MINUTES ?= 10
 SERVER ?= both
 
-.PHONY: help install demo test torture campaign-ddl lint format bench bench-against test-servers clean
+.PHONY: help install demo test torture campaign-ddl lint format bench bench-quick bench-against test-servers clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,7 +43,8 @@ $(RUN) $(DEV): $(SOURCES)
 # Half of the CPU time of a start of Spark, for tests that start it dozens of times
 $(ARCHIVE): | $(DEV)
 	@echo "Preparing an archive of Spark's classes: once, about 20 s" >&2
-	@$(PY) tools/spark_archive.py
+	@PGCDC_CLASS_ARCHIVE="$(CURDIR)/$(@D)" $(PY) -m pgcdc.run.warm
+	@touch $@
 
 demo: install ## Embedded PostgreSQL, traffic, Spark and a live view for 30 seconds
 	@.venv/bin/pgcdc playground --seconds 30 $(ARGS)
@@ -69,8 +70,11 @@ format: $(DEV) ## Rewrite the code as ruff wants it
 	@$(PY) -m ruff check --fix .
 	@$(PY) -m ruff format .
 
-bench: $(DEV) ## Measure against the bars; writes docs/benchmarks.md (ARGS=--list: sections)
+bench: $(DEV) ## Measure against the bars and the figures before; makes docs/benchmarks.md (ARGS=--list: sections)
 	@$(PY) benchmarks/run.py $(ARGS)
+
+bench-quick: $(DEV) ## The core figures in a few minutes: what got worse? (ARGS=--write keeps them)
+	@$(PY) benchmarks/quick.py $(ARGS)
 
 bench-against: $(DEV) ## This tree against an older commit, taking turns: REV=v0.1.0
 	@$(PY) benchmarks/against.py $(REV) $(ARGS)

@@ -1,4 +1,4 @@
-"""This tree against an older commit, taking turns: `python benchmarks/against.py REV [--rounds 5] [--only backlog,webhook]`.
+"""This tree against an older commit, taking turns: `python benchmarks/against.py REV [--rounds 5] [--only backlog,busy]`.
 
 The older tree is unpacked and compiled in a temporary folder, and runs its own benchmark scripts with this environment's
 packages. Prints the median of each side, and their ratio. Exit code 1: a ratio misses its bar.
@@ -7,6 +7,7 @@ packages. Prints the median of each side, and their ratio. Exit code 1: a ratio 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -17,14 +18,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from bench import prepare
+from latency import busy_core
 from rich.console import Console
 from rich.table import Table
 from workload import copied_slot, prepare_backlog, start_server
 
 ROOT = Path(__file__).parent.parent
-MIN_RATE = 0.97
-MAX_CPU = 1.03
-SECTIONS = ("backlog", "webhook", "batches", "initial")
+SECTIONS = ("backlog", "webhook", "batches", "initial", "latency", "busy")
+WARM_S, LATENCY_S, RATE_PER_S = 10, 30, 50
+RATES = {"rate": (">=", 0.97, "{:,.0f}/s"), "cpu_us": ("<=", 1.03, "{:.2f} µs CPU")}
+BARS: dict[str, dict[str, tuple[str, float, str]]] = {
+    "latency": {"p50_ms": ("<=", 1.03, "p50 {:.1f} ms"), "p99_ms": ("<=", 1.03, "p99 {:.1f} ms")},
+    "busy": {"p50_ms": ("<=", 0.5, "p50 {:.1f} ms"), "p99_ms": ("<=", 1.03, "p99 {:.1f} ms")},
+}
+"""What a section measures, the bar of the ratio, and how it is shown; the others have `RATES`. The bar of
+`busy` is for a much older commit, so it is measured only when asked for."""
 
 # Both sides have these functions; CPU is that of the process and of everything that it has started and ended.
 _CHILD = """
@@ -49,6 +58,15 @@ posted = measure_webhook(count, {size})
 assert not posted.wrong
 rate = posted.rate
 """
+_LATENCY = f"""
+import json, sys
+sys.path.insert(0, "benchmarks")
+import numpy
+from latency import measure_latency
+found = measure_latency({{url!r}}, warm_s={WARM_S}, seconds={LATENCY_S}, rate_per_s={RATE_PER_S})
+p50, p99 = numpy.percentile(found, [50, 99])
+print(json.dumps({{{{"p50_ms": p50, "p99_ms": p99}}}}))
+"""
 
 
 def main() -> int:
@@ -56,10 +74,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Compare this tree with an older commit.")
     parser.add_argument("revision", help="the older commit")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", default=",".join(SECTIONS), help=f"of {', '.join(SECTIONS)}")
+    parser.add_argument("--only", default=",".join(SECTIONS[:-1]), help=f"of {', '.join(SECTIONS)}")
     parser.add_argument("--changes", type=int, default=1_000_000, help="size of the backlog, and rows of the snapshot")
     given = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    prepare()
     table = Table("", "bar", "older", "now", "ratio")
     missed = False
     with tempfile.TemporaryDirectory(prefix="pgcdc-older-") as folder, start_server(18) as server:
@@ -67,14 +86,13 @@ def main() -> int:
         trees = {"older": unpack(given.revision, Path(folder)), "now": ROOT}
         for name in given.only.split(","):
             runs = alternate(trees, section(name, server.url(), given.changes), given.rounds, console, name)
-            for what, limit in (("rate", MIN_RATE), ("cpu_us", MAX_CPU)):
+            for what, (sign, limit, form) in BARS.get(name, RATES).items():
                 older, now = (statistics.median(one[what] for one in runs[side]) for side in trees)
                 ratio = now / older
-                is_met = ratio >= limit if what == "rate" else ratio <= limit
+                is_met = ratio >= limit if sign == ">=" else ratio <= limit
                 missed |= not is_met
-                bar = f"{'>=' if what == 'rate' else '<='} {limit}x"
-                shown = [f"{one:,.0f}/s" if what == "rate" else f"{one:.2f} µs CPU" for one in (older, now)]
-                table.add_row(name, bar, *shown, f"{ratio:.3f}x{'' if is_met else ' missed'}")
+                shown = (form.format(older), form.format(now))
+                table.add_row(name, f"{sign} {limit}x", *shown, f"{ratio:.3f}x{'' if is_met else ' missed'}")
     console.print(table)
     return 1 if missed else 0
 
@@ -100,6 +118,13 @@ def section(name: str, url: str, changes: int) -> Callable[[Path, str], dict[str
             return {"rate": made.changes / found["took_s"], "cpu_us": found["cpu_s"] / made.changes * 1e6}
 
         return drain
+    if name in BARS:
+
+        def trickle(tree: Path, _: str) -> dict[str, float]:
+            with busy_core() if name == "busy" else contextlib.nullcontext():
+                return run(tree, url, ["-c", _LATENCY.format(url=url)])
+
+        return trickle
     calls = {
         "initial": _INITIAL.format(count=changes, url=url),
         "webhook": _WEBHOOK.format(count=20_000, size=1),
@@ -117,7 +142,8 @@ def alternate(
         for side in list(trees) if number % 2 == 0 else reversed(trees):
             found = once(trees[side], f"against_{side}_{number}")
             runs[side].append(found)
-            console.print(f"{name} {number + 1}/{rounds} {side}: {found['rate']:,.0f}/s {found['cpu_us']:.2f} µs CPU")
+            shown = ", ".join(form.format(found[what]) for what, (_, _, form) in BARS.get(name, RATES).items())
+            console.print(f"{name} {number + 1}/{rounds} {side}: {shown}")
     return runs
 
 

@@ -25,6 +25,7 @@ __all__ = [
     "Contender",
     "Unavailable",
     "our_contenders",
+    "quick_contenders",
     "recvlogical",
     "run_child",
     "run_contenders",
@@ -88,11 +89,12 @@ WHERE: dict[str, Any] = {"type": "filter", "where": "operation = 'DELETE' OR row
 
 
 def through_transforms() -> list[Contender]:
-    """The way to a file without transforms, with those that the source does, and with a condition in SQL behind them."""
+    """The way to a file without transforms, with those that the source does, with a condition in SQL, and with both."""
     return [
         Contender("spark", "through Spark to a file", _run_spark),
-        Contender("transforms", "the same with five transforms", _run_with(SIMPLE)),
-        Contender("where", "the same with a condition in SQL behind them", _run_with([*SIMPLE, WHERE])),
+        Contender("simple", "the same with five transforms", _run_with(SIMPLE)),
+        Contender("where", "the same with a condition in SQL", _run_with([WHERE])),
+        Contender("both", "the same with the five and the condition", _run_with([*SIMPLE, WHERE])),
     ]
 
 
@@ -103,6 +105,11 @@ def through_envelopes() -> list[Contender]:
         Contender("debezium", "the same in Debezium's envelope", _run_with([{"type": "debezium"}])),
         Contender("cloudevents", "the same as CloudEvents", _run_with([{"type": "cloudevents"}])),
     ]
+
+
+def quick_contenders() -> list[Contender]:
+    """The core ones, for `make bench-quick`."""
+    return [recvlogical(), *our_contenders(), through_transforms()[2], through_envelopes()[1]]
 
 
 def _run_with(transforms: list[dict[str, Any]]) -> Callable[[str, str, Backlog], dict[str, Any]]:

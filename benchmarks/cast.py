@@ -18,6 +18,7 @@ __all__ = ["Casting", "measure_casting"]
 
 BATCH_ROWS = 65_536
 SMALL_ROWS = 100
+TARGET_ROWS = 1_024
 
 # Every twentieth of the texts is NULL.
 _ROWS = """
@@ -39,6 +40,8 @@ class Casting:
     """Of it: taking the columns out of the rows."""
     small_us: float
     """In batches of SMALL_ROWS."""
+    batch_us: float
+    """A whole batch of TARGET_ROWS."""
 
 
 def measure_casting(url: str, rows: int, rounds: int) -> Casting:
@@ -49,7 +52,9 @@ def measure_casting(url: str, rows: int, rounds: int) -> Casting:
     whole = [_time(batches, kinds) / rows for _ in range(rounds)]
     splits = [_time(batches, kinds, convert=False) / rows for _ in range(rounds)]
     smalls = [_time(small, kinds) / sum(map(len, small)) for _ in range(rounds)]
-    return Casting(whole, float(np.median(splits)), float(np.median(smalls)))
+    medium = [values.slice(first, TARGET_ROWS) for first in range(0, rows // TARGET_ROWS * TARGET_ROWS, TARGET_ROWS)]
+    mediums = [_time(medium, kinds) / len(medium) for _ in range(rounds)]
+    return Casting(whole, float(np.median(splits)), float(np.median(smalls)), float(np.median(mediums)))
 
 
 def fetch_rows(url: str, rows: int) -> tuple[pa.ListArray, list[ColumnType]]:

@@ -9,10 +9,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from latency import Listener, commit_time, listener, measure_idle, measure_latency, tail
+from latency import Listener, commit_time, listener, tail
 from workload import VALUES, Writer, connect
 
-__all__ = ["MORE_SINKS", "Blocked", "child_command", "measure_blocked", "measure_sinks"]
+__all__ = ["MORE_SINKS", "Blocked", "child_command", "measure_blocked"]
 
 MORE_SINKS = 5
 SETTLE_S = 5.0
@@ -25,22 +25,6 @@ ROWS_PER_COMMIT = 100
 def child_command(slot: str, folder: Path, noops: int, *more: str) -> list[str]:
     """A pipeline with a file and so many no-op sinks."""
     return [sys.executable, str(Path(__file__).with_name("lanes_child.py")), slot, str(folder), str(noops), *more]
-
-
-def measure_sinks(
-    url: str, *, warm_s: float, seconds: float, rate_per_s: float, settle_s: float, idle_s: float
-) -> dict[int, tuple[list[float], float]]:
-    """By the number of no-op sinks beside the file: milliseconds from commit to file, and percent of a core when idle."""
-    found = {}
-    for noops in (0, MORE_SINKS):
-
-        def command(slot: str, folder: Path, noops: int = noops) -> list[str]:
-            return child_command(slot, folder, noops)
-
-        latencies = measure_latency(url, warm_s=warm_s, seconds=seconds, rate_per_s=rate_per_s, command=command)
-        idle = measure_idle(url, settle_s=settle_s, seconds=idle_s, command=command)
-        found[noops] = (latencies, sum(idle.values()))
-    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,14 +18,13 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 from backlog import run_child
 from psycopg import sql
-from report import Figure, at_least
 from webhook import receiver, what_arrived
 from workload import PUBLICATION, VALUES, Backlog, connect, copied_slot, start_server
 
 from pgcdc.postgres.lsn import parse_lsn
 
 if TYPE_CHECKING:
-    from sections import Bench
+    from bench import Bench
 
 __all__ = ["measure_append", "measure_apply", "measure_three"]
 
@@ -45,10 +44,9 @@ def measure_apply(bench: Bench) -> None:
                 _tell(bench, f"round {number + 1}, {name}", found[name][-1])
     theirs, ours = _median(found["subscription"], "rate"), _median(found["apply"], "rate")
     cpu_us = _median(found["apply"], "cpu_s") * 1e6 / backlog.changes
-    note = (
-        f"{ours / 1e3:,.0f}k against {theirs / 1e3:,.0f}k changes/s; {cpu_us:.1f} µs CPU a change without the servers"
-    )
-    bench.figures.append(at_least("pg_table apply, of PostgreSQL's subscription", ours / theirs, 0.6, "x", note))
+    bench.add("apply.subscription", theirs / 1e3)
+    bench.add("apply.rate", ours / theirs, f"{ours / 1e3:,.0f}k against {theirs / 1e3:,.0f}k changes/s")
+    bench.add("apply.cpu", cpu_us)
 
 
 def measure_append(bench: Bench) -> None:
@@ -63,7 +61,7 @@ def measure_append(bench: Bench) -> None:
                 _tell(bench, f"round {number + 1}, {name}", runs[-1])
     ours, theirs = _median(found["append"], "rate"), _median(found["copy"], "rate")
     note = f"{ours / 1e3:,.0f}k against {theirs / 1e3:,.0f}k rows/s"
-    bench.figures.append(at_least("pg_table append, of COPY FROM of the same rows", ours / theirs, 0.3, "x", note))
+    bench.add("append.rate", ours / theirs, note)
 
 
 def measure_three(bench: Bench) -> None:
@@ -79,12 +77,8 @@ def measure_three(bench: Bench) -> None:
     _tell(bench, "three adapters", found)
     cpu_us = found["cpu_s"] * 1e6 / (3 * backlog.changes)
     note = f"{found['rate'] / 1e3:,.1f}k changes/s to each of file, pg_table append, webhook (100 events a request)"
-    bench.figures += [
-        Figure("three adapters on one slot: events/s together", "", f"{3 * found['rate'] / 1e3:,.0f}k/s", None, note),
-        Figure(
-            "three adapters on one slot: CPU an event", "", f"{cpu_us:.1f} µs", None, "all our processes, no servers"
-        ),
-    ]
+    bench.add("three.rate", 3 * found["rate"] / 1e3, note)
+    bench.add("three.cpu", cpu_us)
 
 
 def _median(runs: list[dict[str, Any]], name: str) -> float:

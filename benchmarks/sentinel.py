@@ -10,10 +10,9 @@ import time
 from typing import TYPE_CHECKING
 
 from latency import listener
-from report import at_most
 
 if TYPE_CHECKING:
-    from sections import Bench
+    from bench import Bench
 
 __all__ = ["measure_sentinel"]
 
@@ -39,6 +38,4 @@ def measure_sentinel(bench: Bench) -> None:
         f"median of {ROUNDS}, slowest {max(commands):.2f} s. Without the start of Python: median "
         f"{statistics.median(waits):.2f} s, slowest {max(waits):.2f} s"
     )
-    bench.figures.append(
-        at_most("sentinel --wait at rest, the command", statistics.median(commands), 0.5, "s", note, 2)
-    )
+    bench.add("sentinel.command", statistics.median(commands), note)

@@ -1,18 +1,13 @@
-"""How large `src/pgcdc` is, and what the shortest command costs: small is a feature, so it has bars, too."""
+"""How large `src/pgcdc` is: small is a feature, so it has bars, too."""
 
 from __future__ import annotations
 
-import resource
-import subprocess
-import sys
 import tokenize
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from report import at_most
-
 if TYPE_CHECKING:
-    from sections import Bench
+    from bench import Bench
 
 __all__ = ["measure_size"]
 
@@ -21,7 +16,7 @@ _BLANK = {getattr(tokenize, name) for name in ("COMMENT", "NL", "NEWLINE", "INDE
 
 
 def measure_size(bench: Bench) -> None:
-    """Lines and modules of the package, and CPU of `pgcdc --help`."""
+    """Lines and modules of the package."""
     texts = {
         path: path.read_text() for path in sorted(PACKAGE.rglob("*.py*")) if path.suffix in (".py", ".pyx", ".pxd")
     }
@@ -29,13 +24,10 @@ def measure_size(bench: Bench) -> None:
     lines = sum(text.count("\n") for text in modules.values())
     code = sum(code_lines(path) for path in modules)
     core = sum(text.count("\n") for path, text in modules.items() if path.is_relative_to(PACKAGE / "core"))
-    bench.figures += [
-        at_most("code lines (no comments, docstrings, blanks)", code, 29_500, "lines", digits=0),
-        at_most("all lines", lines, 40_000, "lines", digits=0),
-        at_most("modules, without empty `__init__`", len(modules), 180, "files", digits=0),
-        at_most("lines of `core`", core, 3_000, "lines", digits=0),
-        at_most("`pgcdc --help`", _cpu_of_help(), 0.4, "s CPU", digits=2),
-    ]
+    bench.add("size.code", code)
+    bench.add("size.all", lines)
+    bench.add("size.modules", len(modules))
+    bench.add("size.core", core)
 
 
 def code_lines(path: Path) -> int:
@@ -51,10 +43,3 @@ def code_lines(path: Path) -> int:
             begins = False
             found.update(range(token.start[0], token.end[0] + 1))
     return len(found)
-
-
-def _cpu_of_help() -> float:
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, "-m", "pgcdc", "--help"], check=True, stdout=subprocess.DEVNULL)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

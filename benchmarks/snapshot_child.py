@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from snapshot import JDBC_JAR, find_psql
 from usage import cpu_of_tree, cpu_since
@@ -34,7 +34,7 @@ def main() -> None:
     """Every way once to warm up, then `ROUNDS` times; of each run its seconds and CPU seconds."""
     table, rows, rounds, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
     url = os.environ["PGCDC_DB"]
-    more = {"spark__jars": str(JDBC_JAR)} if JDBC_JAR.exists() else {}
+    more: dict[str, Any] = {"spark__jars": str(JDBC_JAR)} if JDBC_JAR.exists() else {}
     spark = pgcdc.session(log_file=folder / "spark.log", **more)
     ours = pgcdc.read_snapshot(spark, table, partitions=str(TASKS))
     assert ours.count() == rows and ours.rdd.getNumPartitions() == TASKS

@@ -18,7 +18,7 @@ from usage import cpu_of_tree, cpu_since
 from workload import PUBLICATION, wait_for_reader
 
 import pgcdc
-from pgcdc.run.driver import warm_up
+from pgcdc.run.warm import warm_up
 from pgcdc.transform.program import compile_chains
 from pgcdc.transform.specs import Chain
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["PeakMemory", "cpu_of_tree", "cpu_s", "cpu_since", "peak_rss_bytes", "role_of"]
+__all__ = ["PeakMemory", "cpu_of_tree", "cpu_s", "cpu_since", "peak_rss_bytes", "pss_of_tree", "role_of"]
 
 SAMPLE_S = 0.2
 
@@ -53,6 +53,18 @@ def cpu_since(
     found: dict[str, float] = {}
     for process, (role, used_s) in after.items():
         found[role] = found.get(role, 0.0) + used_s - (before[process][1] if process in before else 0.0)
+    return found
+
+
+def pss_of_tree(pid: int) -> dict[str, float]:
+    """Memory by role, in bytes: pages that processes share are divided among them (RSS where the system does not say it)."""
+    top = psutil.Process(pid)
+    found: dict[str, float] = {}
+    for process in [top, *top.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            memory = process.memory_full_info()
+            role = role_of(process, top)
+            found[role] = found.get(role, 0.0) + getattr(memory, "pss", memory.rss)
     return found
 
 

@@ -15,7 +15,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from report import Figure, at_most
 from workload import connect, start_server
 
 from pgcdc.core.position import Position
@@ -29,7 +28,7 @@ from pgcdc.sink.pg_table.options import PgTableOptions
 from pgcdc.sink.spec import AdapterSpec
 
 if TYPE_CHECKING:
-    from sections import Bench
+    from bench import Bench
 
 __all__ = ["measure_verify"]
 
@@ -68,14 +67,9 @@ def measure_verify(bench: Bench) -> None:
             conn.execute("DROP TABLE compared")
     times = statistics.median(ours) / statistics.median(plain)
     note = f"{statistics.median(ours):.2f} s against {statistics.median(plain):.2f} s"
-    bench.figures += [
-        at_most(f"verify of {rows:,} equal rows, of one checksum on both servers", times, 3, "x", note, 2),
-        Figure(
-            f"verify: {DIFFERENCES} random differences found", f"{DIFFERENCES}", f"{spoiled['wrong']}",
-            spoiled["wrong"] == DIFFERENCES, f"{spoiled['seconds']:.2f} s, lost deletes among them",
-        ),
-        Figure("verify: memory at its peak", "", f"{found['peak_mb']:.0f} MB", None, "the whole process, imports included"),
-    ]  # fmt: skip
+    bench.add("verify.time", times, f"{rows:,} rows: {note}")
+    bench.add("verify.found", spoiled["wrong"], f"{spoiled['seconds']:.2f} s, lost deletes among them")
+    bench.add("verify.memory", found["peak_mb"], "the whole process, imports included")
 
 
 def _checksum(url: str) -> float:

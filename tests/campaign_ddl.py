@@ -155,11 +155,14 @@ class ScriptRun:
                 self._one(other, one, within=True)
         else:
             for has_savepoints in (False, True):
+                untold = set(self.untold)
                 conn.execute("BEGIN")
-                if self._all(conn, group.statements, has_savepoints):
-                    conn.execute("ROLLBACK" if group.how == "rolled back" else "COMMIT")
+                is_done = self._all(conn, group.statements, has_savepoints)
+                is_kept = is_done and group.how != "rolled back"
+                conn.execute("COMMIT" if is_kept else "ROLLBACK")
+                self.untold = self.untold if is_kept else untold
+                if is_done:
                     return
-                conn.execute("ROLLBACK")
 
     def _all(self, conn: psycopg.Connection[Any], statements: Sequence[str], has_savepoints: bool) -> bool:
         for one in statements:
@@ -167,13 +170,11 @@ class ScriptRun:
                 self._one(conn, one, within=True)
                 continue
             try:
-                conn.execute(one.encode())
+                self._note(conn, one, conn.execute(one.encode()).rowcount)
             except psycopg.Error:
                 return False
         if not has_savepoints:
             self.outcome.statements += len(statements)
-            for one in statements:
-                self._note(conn, one, 1)
         return True
 
     def _one(self, conn: psycopg.Connection[Any], statement: str, *, within: bool = False) -> None:
@@ -330,7 +331,6 @@ class ScriptRun:
             said = [*self.mirror.said[-25:], *(f"dead letter {one[:300]}" for one in letters[:3])]
             failed = [one for one in self.mirror.snapshots() if one["status"] == "failed"]
             raise AssertionError("\n".join([*differences, *said, *map(str, failed)]))
-        self._verify()
 
     def tables(self) -> list[str]:
         found = self.mirror.database.query(_TABLES)
@@ -347,10 +347,10 @@ class ScriptRun:
         return [name for name, _ in found if name not in left_out]
 
     def differences(self) -> list[str]:
-        return compare(self.mirror.database.url, self.mirror.target, self.tables())
+        """By SQL; if there are none, by `pgcdc verify`, which also knows a type that was not told yet."""
+        return compare(self.mirror.database.url, self.mirror.target, self.tables()) or self._verify()
 
-    def _verify(self) -> None:
-        """`pgcdc verify` says the same."""
+    def _verify(self) -> list[str]:
         mirror = self.mirror
         config = PipelineSettings(db=mirror.database.url, state_dir=mirror.state.path)
         options = PgTableOptions(db=mirror.target, mode="apply")
@@ -358,9 +358,7 @@ class ScriptRun:
         report = Verify(config, Chains((spec,), ()), VerifyOptions(at_rest=True)).run()
         wrong = [one for one in report.tables if one.outcome != "equal"]
         compared = {name_table(*_parts(name)) for name in self.tables()}
-        wrong = [one for one in wrong if one.table in compared]
-        if wrong:
-            raise AssertionError("verify says otherwise: " + "\n".join(str(one.to_json()) for one in wrong))
+        return [f"only verify says: {one.to_json()}" for one in wrong if one.table in compared]
 
 
 def _parts(name: str) -> tuple[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -75,11 +76,20 @@ def database(postgres: EmbeddedPostgres) -> Iterator[Database]:
 
 def pytest_sessionstart() -> None:
     os.environ[_RUN_VARIABLE] = _RUN_ID
-    # Most tests with Spark are over before its second compiler has paid off; tools/spark_archive.py made the archive.
-    options = "-XX:TieredStopAtLevel=1"
-    if (archive := Path(sys.prefix) / "spark.jsa").exists():
-        options += f' "-XX:SharedArchiveFile={archive}" -Xlog:cds=off -Xlog:cds+dynamic=off'
-    os.environ.setdefault("SPARK_SUBMIT_OPTS", options)
+    # Most tests with Spark are over before its second compiler has paid off.
+    os.environ.setdefault("SPARK_SUBMIT_OPTS", "-XX:TieredStopAtLevel=1")
+    if "PGCDC_CLASS_ARCHIVE" not in os.environ:
+        os.environ["PGCDC_CLASS_ARCHIVE"] = str(Path(sys.prefix) / "classes")  # `make` made it
+        from pgcdc.core.errors import ConfigError
+        from pgcdc.spark.session import find_archive
+
+        home, archive = os.environ.get("SPARK_HOME"), None
+        with contextlib.suppress(ConfigError):  # without Java: the tests that need Spark say so
+            archive = find_archive()
+        if home is None:
+            os.environ.pop("SPARK_HOME", None)
+        if archive is None or archive.is_wanted:  # no test has another process make one beside it
+            os.environ["PGCDC_CLASS_ARCHIVE"] = "off"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

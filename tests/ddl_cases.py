@@ -92,6 +92,37 @@ CASES: dict[str, tuple[str, str]] = {
     ),
 }  # fmt: skip
 
+# With tables of their own, and run once for each kind of copy.
+MORE_SETUP = (
+    *SETUP,
+    "CREATE TABLE bag (k int)",
+    "CREATE TABLE kid (LIKE other INCLUDING ALL)",
+    "INSERT INTO kid VALUES (500, 'kid')",
+)
+MORE: dict[str, tuple[str, str]] = {
+    "generated column": (
+        EXACT, "ALTER TABLE t ADD COLUMN g int GENERATED ALWAYS AS (b * 2) STORED; UPDATE t SET b = 1 WHERE id < 9"
+    ),
+    "drop expression": (
+        RELOAD,
+        "ALTER TABLE t ADD COLUMN g int GENERATED ALWAYS AS (b * 2) STORED; ALTER TABLE t ALTER COLUMN g DROP EXPRESSION; "
+        "UPDATE t SET g = 1 WHERE id < 9",
+    ),
+    "a key where there was none": (EITHER, "ALTER TABLE bag ADD PRIMARY KEY (k); INSERT INTO bag VALUES (1), (2)"),
+    "replica identity nothing": (
+        EXACT,
+        "ALTER TABLE t REPLICA IDENTITY NOTHING; INSERT INTO t VALUES (900, 'x'); ALTER TABLE t REPLICA IDENTITY DEFAULT; "
+        "UPDATE t SET a = 'y' WHERE id > 190",
+    ),
+    "reindex": (EXACT, "REINDEX TABLE t"),
+    "vacuum full after a default": (RELOAD, "ALTER TABLE t ADD COLUMN x int DEFAULT 7; VACUUM FULL t"),
+    "inherit": (
+        EXACT,
+        "ALTER TABLE kid INHERIT other; INSERT INTO kid VALUES (501, 'kid'); ALTER TABLE kid NO INHERIT other; "
+        "UPDATE kid SET v = 'own'",
+    ),
+}  # fmt: skip
+
 
 PARTITIONED = (
     "CREATE TABLE p (id int, day int, v text, PRIMARY KEY (id, day)) PARTITION BY RANGE (day)",
@@ -114,6 +145,7 @@ TREES: dict[str, tuple[str, str]] = {
     "drop a partition": (RELOAD, "DROP TABLE p1"),
     "truncate a partition": (RELOAD, "TRUNCATE p1"),
     "truncate all": (EITHER, "TRUNCATE p"),
+    "vacuum full of a partition": (RELOAD, "VACUUM FULL p1"),
     "move rows": (EXACT, "UPDATE p SET day = day + 10 WHERE day < 20"),
     "add a column": (EXACT, "ALTER TABLE p ADD COLUMN x int DEFAULT 4"),
     "attach and add a column": (

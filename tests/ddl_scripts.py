@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 SETUP = (
     "CREATE TYPE mood AS ENUM ('fine', 'so, so')",
+    "CREATE TYPE pair AS (x int, y text)",
     "CREATE SEQUENCE u START 100000",
     "CREATE SCHEMA s1",
     'CREATE SCHEMA "Odd one"',
@@ -36,11 +37,13 @@ VALUES = {
     "bytea": "decode(md5(({g})::text), 'hex')",
     "int[]": "ARRAY[{g}, NULL]::int[]",
     "mood": "'fine'::mood",
+    "pair": "jsonb_populate_record(NULL::pair, jsonb_build_object('x', {g}, 'y', 'p, ' || {g}))",
 }
 CONSTANTS = {
     "int": "7", "bigint": "-1", "text": "'it''s {\"1\",2}'", "varchar(40)": "''", "numeric(10,2)": "1.50", "float8": "'NaN'",
     "timestamptz": "'2020-02-02 02:02+02'", "date": "'infinity'", "uuid": "'00000000-0000-0000-0000-000000000001'",
     "jsonb": "'{\"a\": [1]}'", "boolean": "true", "bytea": "'\\x00ff'", "int[]": "'{1,NULL,3}'", "mood": "'so, so'",
+    "pair": "jsonb_populate_record(NULL::pair, '{\"x\": 5}')",
 }  # fmt: skip
 VOLATILE = {
     "float8": "random()", "timestamptz": "clock_timestamp()", "uuid": "gen_random_uuid()", "bigint": "nextval('u')",
@@ -111,6 +114,7 @@ class Writer:
         self.dice = random.Random(seed)
         self.tables: list[Table] = []
         self.labels = ["fine", "so, so"]
+        self.attributes: list[str] = []  # Of `pair`, besides its first two
         self.number = 0  # For names
         self.row = 0  # For values: never the same twice
 
@@ -131,7 +135,7 @@ class Writer:
             ("alone", "whole", "rolled back", "savepoint", "held"), weights=(45, 30, 8, 7, 10)
         )[0]  # fmt: skip
         then = self.dice.choice(PACES)
-        before = copy.deepcopy((self.tables, self.labels))
+        before = copy.deepcopy((self.tables, self.labels, self.attributes))
         statements: list[str] = []
         if how == "held":
             statements += [one for _ in range(self.dice.randint(1, 3)) for one in self._change(self._pick())]
@@ -143,9 +147,9 @@ class Writer:
             if self.dice.random() < 0.7:
                 statements += [one for _ in range(self.dice.randint(1, 3)) for one in self._change(self._pick())]
         if how == "rolled back":
-            self.tables, self.labels = before
+            self.tables, self.labels, self.attributes = before
         elif how == "savepoint":
-            self.tables, self.labels = before
+            self.tables, self.labels, self.attributes = before
             first = self._change(self._pick())
             last = self._change(self._pick())
             return Group((*first, "SAVEPOINT away", *statements, "ROLLBACK TO away", *last), "whole", then)
@@ -339,7 +343,8 @@ class Writer:
             self._swap_columns: 4, self._rename_and_more: 5, self._retype: 10, self._retype_using: 7, self._replace: 8,
             self._drop_key: 4, self._change_key: 8, self._key_from_new: 4, self._identity: 8, self._rename_table: 6,
             self._swap_tables: 4, self._move_table: 5, self._drop_table: 3, self._make_again: 6, self._new_table: 5,
-            self._enum: 4, self._storage: 6, self._default: 4, self._unlogged: 2, self._inherit: 2,
+            self._enum: 4, self._label: 3, self._composite: 4, self._shuffle: 8,
+            self._storage: 6, self._default: 4, self._unlogged: 2, self._inherit: 2,
         }  # fmt: skip
 
     def _partition_kinds(self) -> list[Callable[[Table], list[str]]]:
@@ -595,6 +600,53 @@ class Writer:
             made.append(f"ALTER TABLE {table.sql} ADD COLUMN {quote(column.name)} mood")
         used = f"UPDATE {table.sql} SET {quote(column.name)} = '{self.labels[-1]}' WHERE {self._some(table, 3)}"
         return [*made, used]
+
+    def _label(self, table: Table) -> list[str]:
+        """Another name for a label, also of rows that have it."""
+        own = range(2, len(self.labels))
+        if not own:
+            return self._enum(table)
+        place, self.number = self.dice.choice(own), self.number + 1
+        old, self.labels[place] = self.labels[place], f"m{self.number}"
+        return [f"ALTER TYPE mood RENAME VALUE '{old}' TO '{self.labels[place]}'"]
+
+    def _composite(self, table: Table) -> list[str]:
+        made = []
+        if all(one.type != "pair" for one in table.columns):
+            column = self._new_column(table, "pair")
+            made = [f"ALTER TABLE {table.sql} ADD COLUMN {quote(column.name)} pair", *self._change(table)]
+        if self.attributes and self.dice.random() < 0.4:
+            return [*made, f"ALTER TYPE pair DROP ATTRIBUTE {self.attributes.pop()}"]
+        if self.dice.random() < 0.2:
+            return [*made, "ALTER TYPE pair RENAME ATTRIBUTE y TO z", "ALTER TYPE pair RENAME ATTRIBUTE z TO y"]
+        self.number += 1
+        self.attributes.append(f"a{self.number}")
+        return [*made, f"ALTER TYPE pair ADD ATTRIBUTE {self.attributes[-1]} int"]
+
+    def _shuffle(self, table: Table) -> list[str]:
+        """Columns go, come and take each other's names, with rows in between: one may look like another."""
+        made, names = list[str](), list[str]()
+        kinds = sorted({one.type for one in table.free() if one.is_written and one.type in CONSTANTS} | {"text"})
+        for _ in range(self.dice.randint(3, 6)):
+            free, what = [one for one in table.free() if one.is_written], self.dice.random()
+            if what < 0.3 and free:
+                column = self.dice.choice(free)
+                table.columns.remove(column)
+                names.append(column.name)
+                made.append(f"ALTER TABLE {table.sql} DROP COLUMN {quote(column.name)}")
+            elif what < 0.5 and free and names:
+                column = self.dice.choice(free)
+                name = names.pop(self.dice.randrange(len(names)))
+                names.append(column.name)
+                made += self._rename_one(table, column, name)
+            elif what < 0.75 and names:
+                column = Column(names.pop(self.dice.randrange(len(names))), self.dice.choice(kinds))
+                table.columns.append(column)
+                how = self.dice.choice(["", "", f" DEFAULT {CONSTANTS[column.type]}"])
+                made.append(f"ALTER TABLE {table.sql} ADD COLUMN {quote(column.name)} {column.type}{how}")
+            else:
+                made += self._change(table)
+        return made
 
     def _storage(self, table: Table) -> list[str]:
         what = self.dice.random()

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
 import time
 from typing import Protocol
 
+import psutil
 import psycopg
 import pytest
 from listening import Listener, wait_until
 
 from pgcdc.playground.postgres import EmbeddedPostgres
+
+
+def daemons() -> list[psutil.Process]:
+    """The processes that workers of tasks are forked from; each has its own path to what it imported."""
+    found = []
+    for one in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it ends just now
+            found += [one] if one.cmdline()[-2:] == ["pgcdc.spark.daemon", "pyspark.worker"] else []
+    return [one for one in found if one.parent() not in found]
 
 
 class Traffic(Protocol):

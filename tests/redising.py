@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from applying import Source, two_databases
+from databases import Database
+from mirroring import Mirror
 from targets.redis import RedisServer
 
 from pgcdc.core.position import Position
 from pgcdc.core.settings import make_options
 from pgcdc.event.batch import Batch
 from pgcdc.playground.postgres import EmbeddedPostgres
+from pgcdc.sink.contract import Sink
 from pgcdc.sink.letters.record import DeadLetters
 from pgcdc.sink.redis import RedisOptions
 from pgcdc.sink.runner import Runner
@@ -80,3 +83,62 @@ def deliver(url: str, acks: str, batches: list[Batch], tell: Connection) -> None
         tell.send(("writing", str(batch.end)))
         runner.write(batch)
         tell.send(("written", str(batch.end)))
+
+
+# --- tables, kept as keys
+
+_COLUMNS = """
+SELECT attname::text FROM pg_attribute
+WHERE attrelid = %s::regclass AND attnum > 0 AND NOT attisdropped AND attgenerated = ''
+"""
+_TABLES = """
+SELECT n.nspname::text, c.relname::text, CASE c.relkind WHEN 'r' THEN 'ONLY ' ELSE '' END, ARRAY(
+    SELECT a.attname::text FROM pg_index i CROSS JOIN unnest(i.indkey) WITH ORDINALITY k (n, place)
+    JOIN pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = k.n
+    WHERE i.indrelid = c.oid AND CASE c.relreplident WHEN 'i' THEN i.indisreplident ELSE i.indisprimary END
+    ORDER BY k.place)
+FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+WHERE c.relkind IN ('r', 'p') AND NOT c.relispartition AND n.nspname !~ '^(pg_|info)'
+"""
+
+
+class RedisMirror(Mirror):
+    """Rows of tables as keys."""
+
+    def __init__(self, database: Database, server: RedisServer, folder: Path) -> None:
+        super().__init__(database, "", folder)
+        self.server, self.mode = server, "sync"
+
+    def make_sink(self) -> Sink:
+        return make_options(RedisOptions, {"url": self.server.url, "mode": self.mode}, "redis").make()
+
+    def is_equal(self) -> bool:
+        wanted: Rows = {}
+        prefixes = set()
+        with self.database.connect() as conn:
+            for schema, table, only, key in conn.execute(_TABLES).fetchall():
+                of_table = f'FROM {only}"{schema}"."{table}"'
+                names = [name for (name,) in conn.execute(_COLUMNS, (f'"{schema}"."{table}"',))]
+                texts = ", ".join(f'"{name}"::text' for name in names)
+                prefix = table if schema == "public" else f"{schema}.{table}"
+                prefixes.add(prefix)
+                for values in conn.execute(f"SELECT {texts} {of_table}".encode()):
+                    row = dict(zip(names, values, strict=True))
+                    wanted[f"{prefix}:{':'.join(row[name] for name in key)}"] = row
+        there = rows_of_server(self.server, "[^:]*")
+        # Keys of a table that is gone stay.
+        found = {key: row for key, row in there.items() if key.partition(":")[0] in prefixes}
+        return wanted == found
+
+
+@contextmanager
+def redis_mirror_of(database: Database, folder: Path) -> Iterator[RedisMirror]:
+    """A mirror at a server of its own."""
+    (folder / "server").mkdir()
+    server = RedisServer(folder / "server")
+    made = RedisMirror(database, server, folder)
+    try:
+        yield made
+    finally:
+        made.end()
+        server.kill()

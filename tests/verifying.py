@@ -70,6 +70,7 @@ class Flow(Source):
         for runner in self.runners:
             runner.open(self.start)
         self.barriers = 0
+        self.shown: list[tuple[str, int, int, bool]] = []  # Progress
         self.lock = Lock(self.state.run_lock)  # as if it ran
         assert self.lock.acquire() is not None
 
@@ -120,7 +121,8 @@ class Flow(Source):
         return self.end
 
     def verify(self, **options: Any) -> Report:
-        return Verify(self.config, self.chains, VerifyOptions(**options), wait=self.wait).run()
+        show = lambda *given: self.shown.append(given)  # noqa: E731
+        return Verify(self.config, self.chains, VerifyOptions(**options), show=show, wait=self.wait).run()
 
     def check(self, **options: Any) -> dict[str, TableResult]:
         """By `adapter/table`."""

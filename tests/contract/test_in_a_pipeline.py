@@ -85,7 +85,7 @@ class All(Run):
             made.append(Adapter(one.name, delivery, self._chains.of(one), one.priority))
         return made
 
-    def wait_for_all(self, last: Position, names: Sequence[str] = NAMES, timeout_s: float = 60.0) -> None:
+    def wait_for_all(self, last: Position, names: Sequence[str] = NAMES, timeout_s: float = 180.0) -> None:
         def behind() -> list[str]:
             return [name for name in names if (self.seen.ack(name) or Position.end(0)) < last]
 
@@ -144,7 +144,7 @@ def start(spark: SparkSession, database: Database, tmp_path: Path) -> Iterator[C
                     target.expect_many()
             runs.append(All(spark, database.url, tmp_path, targets))
             runs[-1].begin()
-            wait_until(lambda: runs[-1].said("ready:"), 60, "the pipeline is ready")
+            wait_until(lambda: runs[-1].said("ready:"), 180, "the pipeline is ready")
             return runs[-1]
 
         yield begin
@@ -177,13 +177,13 @@ def test_every_sink_moves_to_a_lane_of_its_own_and_back_and_stops_in_the_middle_
     for name in movers:
         run.gates[name].is_shut = True
     run.wait_for_all(source.insert(20, 2), ["noop"])
-    wait_until(lambda: all(map(run.seen.is_out, movers)), 60, f"all leave: {run.seen.lanes()}")
+    wait_until(lambda: all(map(run.seen.is_out, movers)), 180, f"all leave: {run.seen.lanes()}")
     run.wait_for_all(source.insert(20, 2), ["noop"])
     for name in movers:
         run.gates[name].is_shut = False
     last = source.insert(20, 2)
     run.wait_for_all(last)
-    wait_until(lambda: not any(map(run.seen.is_out, movers)), 60, f"all come back: {run.seen.lanes()}")
+    wait_until(lambda: not any(map(run.seen.is_out, movers)), 180, f"all come back: {run.seen.lanes()}")
     run.wait_for_all(source.insert(10))
     check_all(targets, source.rows)
 

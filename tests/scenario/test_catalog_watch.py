@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psycopg
@@ -132,6 +133,21 @@ PARTITIONS: dict[str, tuple[str, tuple[int, int, int, int]]] = {  # added, remov
         (0, 0, 1, 0),
     ),
 }  # fmt: skip
+
+
+def test_a_partition_came_with_rows_also_after_a_drop_that_was_rolled_back(database: Database) -> None:
+    """DDL writes the number of its command into the rows of the catalog, and that stays when it is rolled back."""
+    with database.connect() as conn:
+        for statement in TREE:
+            conn.execute(statement)
+        with conn.transaction():
+            for statement in (FULL + "ALTER TABLE t ATTACH PARTITION t3 FOR VALUES FROM (20) TO (30)").split("; "):
+                conn.execute(statement)
+        with conn.transaction(force_rollback=True):
+            conn.execute("DROP TABLE t3")
+        ((oid, leaf),) = conn.execute("SELECT 't'::regclass::oid::int8, 't3'::regclass::oid::int8").fetchall()
+        look = read_catalog(conn, [Relation(oid, "public", "t", "d", ())], [])
+    assert look.entries[oid].facts["attached"] == [str(leaf)]
 
 
 def split(statements: str) -> list[str]:
@@ -351,7 +367,7 @@ def test_the_watch_takes_no_more_than_its_share_of_the_time(monkeypatch: pytest.
         def execute(self, text: str) -> None:
             assert "lock_timeout" in text
 
-    one = Slow((), None, None)  # type: ignore[arg-type]
+    one = Slow((), SimpleNamespace(current={}), None)  # type: ignore[arg-type]
     while now[0] < 200:
         one.look(Sql())  # type: ignore[arg-type]
         now[0] += 0.5

@@ -8,10 +8,10 @@ import pytest
 from databases import Database
 from pydantic import TypeAdapter
 
-from pgcdc.core.errors import SourceError
+from pgcdc.core.errors import ConnectionLost, SourceError
 from pgcdc.postgres.database import Connection, connect
 from pgcdc.source.postgres.setup.tables import Table, find_table, read_tables
-from pgcdc.source.postgres.snapshot.chunks import Chunk, lock_chunks, plan_chunks, table_bytes
+from pgcdc.source.postgres.snapshot.chunks import Chunk, check_partitions, lock_chunks, plan_chunks, table_bytes
 from pgcdc.source.postgres.snapshot.copy import copy_rows, copy_statement
 
 TABLES = {
@@ -150,3 +150,18 @@ def test_before_tid_range_scans_keys_are_used_and_a_table_without_one_is_one_chu
         assert len(by_key) == 3 and all(chunk.key == ("id",) and chunk.first_block is None for chunk in by_key)
         (whole,) = plan_chunks(conn, table_named(conn, "keyless"), count=3)
         assert whole.conditions == []
+
+
+def test_a_partition_that_a_query_of_its_root_left_out_is_noticed(database: Database) -> None:
+    """ATTACH commits beside a reader, who may see its rows before it hears of the partition."""
+    database.execute(TABLES["parts"] + "; CREATE TABLE late (LIKE parts INCLUDING ALL)")
+    with connect(database.url) as conn:
+        conn.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+        lock_chunks(conn, [Chunk("public", "parts", is_root=True)])
+        leaves = "SELECT relid::oid::int8::text FROM pg_partition_tree('parts') WHERE isleaf"
+        details = {"leaves": {oid: 0 for (oid,) in conn.execute(leaves).fetchall()}}
+        check_partitions(conn, details)
+        check_partitions(conn, {})
+        (late,) = conn.execute("SELECT 'late'::regclass::oid::int8::text").fetchone() or ("",)
+        with pytest.raises(ConnectionLost, match="attached"):
+            check_partitions(conn, {"leaves": {**details["leaves"], late: 0}})

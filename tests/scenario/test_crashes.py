@@ -100,6 +100,48 @@ def test_kill_9_of_the_driver_at_every_step_loses_and_repeats_nothing(
     assert watch.moves > len(points) // 3
 
 
+# Ways through Spark that leave each event as it is. Each run takes another one, on the checkpoint of the last.
+TRANSFORMS = {
+    "condition": "{type: filter, where: \"operation = 'DELETE' OR cardinality(row) > 0\"}",
+    "sql": "{type: sql, set: {more: \"concat('x', row['id'])\"}}, {type: drop_columns, columns: [more]}",
+    "python": "{type: python, function: 'same_event:same'}",
+}
+
+
+@pytest.mark.timeout(900)
+def test_kill_9_of_the_driver_with_transforms_in_spark_loses_and_repeats_nothing(
+    listener: Listener, tmp_path: Path
+) -> None:
+    """A batch that a short way has collected comes again, also by another way."""
+    (tmp_path / "same_event.py").write_text("def same(event):\n    return event\n")
+    for name, one in TRANSFORMS.items():
+        (tmp_path / f"{name}.yaml").write_text(f"transforms: {{global: [{one}]}}\n")
+    points = {"condition": "lane.collected", "sql": "sink.before_ack"}
+
+    def start(name: str) -> None:
+        env = {"PGCDC_FAILPOINTS": f"{points[name]}=kill@3"}
+        listener.start("--config", str(tmp_path / f"{name}.yaml"), wait=False, env=env)
+
+    start("condition")
+    wait_until(lambda: bool(listener.ack()), 120, "the sink is open")
+    traffic = start_traffic(listener, seed=6)
+    with ConfirmWatch(listener) as watch:
+        for number, name in enumerate(points):
+            if number:
+                start(name)
+            assert listener.wait_exit(300) == -signal.SIGKILL, listener.said()
+            before = traffic.commits
+            wait_until(partial(lambda n: traffic.commits > n, before), 10, "changes are in flight")
+            wait_until(lambda: listener.capture_pid() is None, 20, "the capture ends with the driver")
+        listener.start("--config", str(tmp_path / "python.yaml"), env={"PYTHONPATH": str(tmp_path)})
+        traffic.stop()
+        listener.wait_delivered()
+        assert listener.stop() == 0
+    check_equal(listener)
+    assert watch.violations == []
+    assert watch.moves > 0
+
+
 @pytest.mark.timeout(900)
 def test_an_exception_at_every_step_of_the_driver_restarts_the_query_without_loss(
     listener: Listener, tmp_path: Path

@@ -8,7 +8,7 @@ from pathlib import Path
 import psycopg
 import pytest
 from databases import Database
-from ddl_cases import CASES, DML, EITHER, EXACT, PARTITIONED, RELOAD, SETUP, TREES
+from ddl_cases import CASES, DML, EITHER, EXACT, MORE, MORE_SETUP, PARTITIONED, RELOAD, SETUP, TREES
 from mirroring import Mirror, compare, mirror_of
 
 
@@ -32,6 +32,12 @@ def test_it_is_followed(mirror: Mirror, case: str, then: str) -> None:
     how, script = CASES[case]
     mirror.run(*SETUP)
     follow(mirror, how, script, DML if then == "dml" else ())
+
+
+@pytest.mark.parametrize("case", MORE)
+def test_more_is_followed(mirror: Mirror, case: str) -> None:
+    mirror.run(*MORE_SETUP)
+    follow(mirror, *MORE[case])
 
 
 @pytest.mark.parametrize("case", TREES)
@@ -62,4 +68,44 @@ def follow(mirror: Mirror, how: str, script: str, then: Sequence[str] = ()) -> N
         )
 
     mirror.settle(also=is_done)
+    assert mirror.dead_letters() == []
+
+
+def at_target(mirror: Mirror, statement: str) -> list[tuple[object, ...]]:
+    with psycopg.connect(mirror.target, autocommit=True) as conn:
+        found = conn.execute(statement.encode())
+        return found.fetchall() if found.description else []
+
+
+def test_rows_at_the_target_that_do_not_fit_a_new_key_are_reloaded(mirror: Mirror) -> None:
+    mirror.run(*SETUP)
+    mirror.start()
+    mirror.settle()
+    at_target(mirror, "UPDATE t SET b = 1 WHERE id < 4")
+    mirror.run(*CASES["another key"][1].split("; "))
+    mirror.settle(also=lambda: compare(mirror.database.url, mirror.target, ["t"]) == [])
+    assert any("do not fit its new key" in one for one in mirror.said)
+
+
+def test_a_dropped_table_stays_and_an_unlogged_one_is_refused(mirror: Mirror) -> None:
+    mirror.run(*SETUP)
+    mirror.start()
+    mirror.settle()
+    with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState, match="unlogged"):
+        mirror.run("ALTER TABLE t SET UNLOGGED")
+    mirror.run("DROP TABLE other", "INSERT INTO t (id) VALUES (999)")
+    mirror.settle()
+    assert at_target(mirror, "SELECT count(*) FROM other") == [(20,)]
+    assert compare(mirror.database.url, mirror.target, ["t"]) == []
+
+
+def test_an_enum_that_the_target_has_is_used(mirror: Mirror) -> None:
+    mirror.run(*SETUP)
+    mirror.start()
+    mirror.settle()
+    at_target(mirror, "CREATE TYPE mood AS ENUM ('a', 'b')")
+    mirror.run(*CASES["enum with a new value"][1].split("; "))
+    mirror.settle(also=lambda: compare(mirror.database.url, mirror.target, ["t"]) == [])
+    kind = "SELECT atttypid::regtype::text FROM pg_attribute WHERE attrelid = 't'::regclass AND attname = 'm'"
+    assert at_target(mirror, kind) == [("mood",)]
     assert mirror.dead_letters() == []

@@ -8,72 +8,23 @@ from pathlib import Path
 import psycopg
 import pytest
 from databases import Database
-from ddl_cases import CASES, DML, PARTITIONED, SETUP, TREES
-from mirroring import Mirror
-from redising import Rows, rows_of_server
-from targets.redis import RedisServer
+from ddl_cases import CASES, DML, MORE, MORE_SETUP, PARTITIONED, SETUP, TREES
+from redising import RedisMirror, redis_mirror_of, rows_of_server
 
 from pgcdc.core.errors import SinkError
-from pgcdc.core.settings import make_options
-from pgcdc.sink.contract import Sink
-from pgcdc.sink.redis import RedisOptions
 
 KEYLESS = ("drop the key, rows found by all values", "a child table without a key")
-_TABLES = """
-SELECT n.nspname::text, c.relname::text, CASE c.relkind WHEN 'r' THEN 'ONLY ' ELSE '' END, ARRAY(
-    SELECT a.attname::text FROM pg_index i CROSS JOIN unnest(i.indkey) WITH ORDINALITY k (n, place)
-    JOIN pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = k.n
-    WHERE i.indrelid = c.oid AND CASE c.relreplident WHEN 'i' THEN i.indisreplident ELSE i.indisprimary END
-    ORDER BY k.place)
-FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
-WHERE c.relkind IN ('r', 'p') AND NOT c.relispartition AND n.nspname !~ '^(pg_|info)'
-"""
-
-
-class RedisMirror(Mirror):
-    """Rows of tables as keys."""
-
-    def __init__(self, database: Database, server: RedisServer, folder: Path) -> None:
-        super().__init__(database, "", folder)
-        self.server, self.mode = server, "sync"
-
-    def make_sink(self) -> Sink:
-        return make_options(RedisOptions, {"url": self.server.url, "mode": self.mode}, "redis").make()
-
-    def is_equal(self) -> bool:
-        wanted: Rows = {}
-        prefixes = set()
-        with self.database.connect() as conn:
-            for schema, table, only, key in conn.execute(_TABLES).fetchall():
-                of_table = f'FROM {only}"{schema}"."{table}"'
-                rows = conn.execute(f"SELECT * {of_table} LIMIT 0".encode()).description or ()
-                texts = ", ".join(f'"{one.name}"::text' for one in rows)
-                prefix = table if schema == "public" else f"{schema}.{table}"
-                prefixes.add(prefix)
-                for values in conn.execute(f"SELECT {texts} {of_table}".encode()):
-                    row = dict(zip([one.name for one in rows], values, strict=True))
-                    wanted[f"{prefix}:{':'.join(row[name] for name in key)}"] = row
-        there = rows_of_server(self.server, "[^:]*")
-        # Keys of a table that is gone stay.
-        found = {key: row for key, row in there.items() if key.partition(":")[0] in prefixes}
-        return wanted == found
 
 
 @pytest.fixture
 def mirror(database: Database, tmp_path: Path) -> Iterator[RedisMirror]:
-    (tmp_path / "server").mkdir()
-    server = RedisServer(tmp_path / "server")
-    made = RedisMirror(database, server, tmp_path)
-    try:
+    with redis_mirror_of(database, tmp_path) as made:
         yield made
-    finally:
-        made.end()
-        server.kill()
 
 
 def follow(mirror: RedisMirror, script: str, then: tuple[str, ...] = ()) -> None:
     mirror.start()
-    mirror.settle()
+    mirror.settle(also=mirror.is_equal)
     for statement in [*script.split("; "), *then]:
         try:
             mirror.run(statement)
@@ -87,6 +38,18 @@ def follow(mirror: RedisMirror, script: str, then: tuple[str, ...] = ()) -> None
 def test_it_is_followed(mirror: RedisMirror, case: str) -> None:
     mirror.run(*SETUP)
     follow(mirror, CASES[case][1], DML)
+
+
+@pytest.mark.parametrize("case", MORE)
+def test_more_is_followed(mirror: RedisMirror, case: str) -> None:
+    mirror.run(*MORE_SETUP)
+    follow(mirror, MORE[case][1])
+
+
+def test_keys_of_a_dropped_table_stay(mirror: RedisMirror) -> None:
+    mirror.run(*SETUP)
+    follow(mirror, "DROP TABLE other; INSERT INTO t (id) VALUES (999)")
+    assert len(rows_of_server(mirror.server, "other:*")) == 20
 
 
 @pytest.mark.parametrize("case", TREES)

@@ -25,6 +25,8 @@ from pgcdc.postgres.selection import Selection
 from pgcdc.run import copy_source
 from pgcdc.run.copy import MANIFEST, _partial_folder, copy_to_adapters, copy_to_parquet
 from pgcdc.run.copy_source import Progress, Wanted
+from pgcdc.spark.archive import SWITCH
+from pgcdc.spark.session import find_archive
 
 Event = dict[str, Any]
 
@@ -345,17 +347,26 @@ def test_a_copy_goes_to_tables_of_another_database(database: Database, tmp_path:
 
 
 @pytest.mark.slow
-def test_a_transform_in_sql_makes_a_copy_start_spark(database: Database, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("step", "count", "last"),
+    [
+        ("{type: sql, set: {v: \"concat(row['v'], row['id'])\"}}", 10, "a10"),
+        ("{type: filter, where: \"row['id'] > 7\"}", 3, "a"),
+    ],
+    ids=["sql", "where"],
+)
+def test_a_transform_in_sql_makes_a_copy_start_spark(
+    database: Database, tmp_path: Path, step: str, count: int, last: str
+) -> None:
     database.execute("CREATE TABLE t AS SELECT i AS id, 'a' AS v FROM generate_series(1, 10) i")
     (tmp_path / "c.yaml").write_text(
-        f"adapters: [{{type: file, name: f, path: {tmp_path / 'e'}}}]\ntransforms:\n"
-        "  global: [{type: sql, set: {v: \"concat(row['v'], row['id'])\"}}]\n"
+        f"adapters: [{{type: file, name: f, path: {tmp_path / 'e'}}}]\ntransforms:\n  global: [{step}]\n"
     )
     process = start(database, "--table", "t", "--config", str(tmp_path / "c.yaml"))
     _, said = process.communicate(timeout=300)
     assert process.returncode == 0 and "starting Spark" in said, said
     events = [json.loads(line) for line in (tmp_path / "e").read_text().splitlines()]
-    assert rows_of(events, "t")[9] == {"id": "10", "v": "a10"} and len(events) == 12
+    assert rows_of(events, "t")[-1] == {"id": "10", "v": last} and len(events) == count + 2
 
 
 def test_a_reader_that_goes_away_ends_the_copy_quietly(database: Database) -> None:
@@ -413,7 +424,15 @@ def test_parquet_of_a_table_that_is_gone_before_its_turn_is_not_there(
 
 
 @pytest.mark.slow
-def test_the_command_makes_parquet_with_a_spark_of_its_own(database: Database, tmp_path: Path) -> None:
+def test_the_command_makes_parquet_with_a_spark_of_its_own(
+    database: Database, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPARK_HOME", "")
+    monkeypatch.delenv("SPARK_HOME")
+    monkeypatch.setenv(SWITCH, str(tmp_path_factory.mktemp("classes")))
+    archive = find_archive()
+    assert archive is not None
+    archive.fail("tried an hour ago")
     database.execute(
         'CREATE TABLE t (id int, at timestamptz, "A" int, a int); '
         "INSERT INTO t SELECT n, '9999-01-01 00:00:00+00', n, -n FROM generate_series(1, 1000) n"
@@ -422,7 +441,7 @@ def test_the_command_makes_parquet_with_a_spark_of_its_own(database: Database, t
         database, "--table", "t", "--where", "id <= 500", "--partitions", "2", "--to", f"parquet:{tmp_path / 'out'}"
     )
     _, said = process.communicate(timeout=120)
-    assert process.returncode == 0 and "complete: 500 rows" in said, said
+    assert process.returncode == 0 and "complete: 500 rows" in said and "tried an hour ago" in said, said
     table = pq.read_table(tmp_path / "out" / "t")
     assert table.num_rows == 500 and table.column("at")[0].as_py().year == 9999
     assert os.listdir(tmp_path) == ["out"] and traces(database) == []

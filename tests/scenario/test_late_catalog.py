@@ -79,6 +79,31 @@ def test_a_table_that_was_not_altered_is_not_read_again(mirror: Mirror) -> None:
     assert compare(mirror.database.url, mirror.target, ["t"]) == []
 
 
+TYPES = {
+    "an attribute is added": ("AS (x int, y text)", "'(1,a)'", "ADD ATTRIBUTE z int"),
+    "an attribute is dropped": ("AS (x int, y text)", "'(1,a)'", "DROP ATTRIBUTE y"),
+    "a label gets another name": ("AS ENUM ('a')", "'a'", "RENAME VALUE 'a' TO 'b'"),
+}
+
+
+@pytest.mark.parametrize("is_whole", [False, True], ids=["alone", "in its transaction"])
+@pytest.mark.parametrize("case", TYPES)
+def test_the_type_of_a_new_column_is_altered_before_the_column_is_seen(
+    mirror: Mirror, case: str, is_whole: bool
+) -> None:
+    definition, value, change = TYPES[case]
+    mirror.run(f"CREATE TYPE own {definition}", "CREATE TABLE t (id int PRIMARY KEY)")
+    mirror.start()
+    mirror.settle()
+    statements = ["ALTER TABLE t ADD COLUMN v own", f"INSERT INTO t VALUES (1, {value})", f"ALTER TYPE own {change}"]
+    with asleep(mirror), mirror.database.connect(autocommit=not is_whole) as conn:
+        for statement in statements:
+            conn.execute(statement.encode())
+        conn.commit()
+    mirror.settle(also=lambda: not compare(mirror.database.url, mirror.target, ["t"]))
+    assert is_reloaded(mirror)
+
+
 _READ = """
 SELECT query_start FROM pg_stat_activity WHERE application_name LIKE %s AND state = 'idle' AND query LIKE %s
 ORDER BY query_start DESC LIMIT 1

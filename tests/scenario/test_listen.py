@@ -49,6 +49,10 @@ def test_a_run_can_be_watched_is_locked_follows_new_tables_and_stops_in_order(
     assert report["phase"] == "streaming" and report["capture"] == "streaming"
     assert report["slot"] == listener.slot and report["last_error"] is None
     assert report["lag_bytes"] >= 0 and report["lag_seconds"] >= 0
+    assert report["fast_paths"] == "decoder compiled, small batches short ways through Spark", (
+        "nothing falls back unnoticed"
+    )
+    assert "collected" in report["batch_ms"] and "written" in report["batch_ms"]
     assert "streaming" in pgcdc("status", "--state-dir", str(listener.state.path)).stdout
 
     second = pgcdc(
@@ -120,15 +124,27 @@ def test_signals_under_load_end_in_time_once_delivers_the_rest_and_an_idle_resta
     assert once(listener).returncode == 0
     assert listener.output.read_bytes() == content
 
+    # The ordinary way through Spark goes on with the same checkpoint, and the shorter ones after it.
+    for number, more in enumerate(({"PGCDC_ORDINARY_SPARK": "1"}, {})):
+        database.execute(f"INSERT INTO many VALUES ({6001 + number})")
+        assert once(listener, **more).returncode == 0
+        ids = [event["payload"]["row"]["id"] for event in listener.events() if event["channel"] == "pgcdc:many"]
+        assert ids[5000:] == [str(6001 + one) for one in range(number + 1)]
 
-def once(listener: Listener) -> subprocess.CompletedProcess[str]:
+
+def once(listener: Listener, **more: str) -> subprocess.CompletedProcess[str]:
     command = [
         *(sys.executable, "-m", "pgcdc", "listen", "--once", "--all-tables", "--slot-name", listener.slot),
         *("--state-dir", str(listener.state.path), "--adapter", "file", "--file-path", str(listener.output)),
         *("--snapshot-mode", "never"),
     ]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=120, check=False, env={**os.environ, "PGCDC_DB": listener.url}
+        command,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "PGCDC_DB": listener.url, **more},
     )
 
 

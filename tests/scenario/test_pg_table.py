@@ -506,6 +506,17 @@ def test_sessions_mean_by_texts_what_the_source_means_and_commits_are_durable(
     ]
 
 
+def test_sessions_find_a_few_thousand_keys_by_the_index_of_a_large_table(database: Database, made: Made) -> None:
+    database.execute("CREATE TABLE large (id int PRIMARY KEY, v text)")
+    database.execute("INSERT INTO large SELECT n, repeat('v', 120) FROM generate_series(1, 300000) n")
+    database.execute("ANALYZE large")
+    sink = made.opened().sink
+    assert isinstance(sink, PgTableSink) and sink._conn is not None
+    sink._conn.execute("CREATE TEMP TABLE keys AS SELECT n AS id FROM generate_series(1, 4500) n")
+    plan = sink._conn.execute("EXPLAIN DELETE FROM large t USING keys s WHERE t.id = s.id").fetchall()
+    assert "Nested Loop" in str(plan), "any other way reads all of the table or of its index"
+
+
 def test_without_rights_for_origins_and_triggers_it_goes_on_and_says_what_to_grant(
     database: Database, made: Made, role: str
 ) -> None:

@@ -153,11 +153,10 @@ def test_a_second_ctrl_c_ends_at_once(scratch: Path) -> None:
         processes = descendants(process)
         os.killpg(process.pid, signal.SIGINT)
         read_until(process, "stopping Spark")
-        began_s = time.monotonic()
         os.killpg(process.pid, signal.SIGINT)
-        _, stderr = process.communicate(timeout=END_TIMEOUT_S)
+        stdout, stderr = process.communicate(timeout=END_TIMEOUT_S)
     assert (process.returncode, stderr) == (130, "")
-    assert time.monotonic() - began_s < 10
+    assert "comparing" not in stdout
     check_nothing_left(scratch, processes)
 
 
@@ -165,11 +164,10 @@ def test_ctrl_c_while_spark_starts_ends_at_once(scratch: Path) -> None:
     with start(scratch, "-m", "pgcdc", "playground") as process:
         read_until(process, "starting Spark")
         processes = descendants(process)
-        began_s = time.monotonic()
         os.killpg(process.pid, signal.SIGINT)
-        _, stderr = process.communicate(timeout=END_TIMEOUT_S)
+        stdout, stderr = process.communicate(timeout=END_TIMEOUT_S)
     assert (process.returncode, stderr) == (130, "")
-    assert time.monotonic() - began_s < 15
+    assert "ready" not in stdout
     check_nothing_left(scratch, processes)
 
 

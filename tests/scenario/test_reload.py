@@ -77,10 +77,15 @@ def test_transforms_and_routes_change_while_it_runs_and_a_wrong_file_changes_not
     listener.wait_delivered()
     assert rows(listener)[2:] == [{"id": "3", "v": "***REDACTED***"}], "the old one goes on"
 
+    for operation in ("INSERT", "UPDATE"):
+        configure(settings, {"type": "filter", "where": f"operation = '{operation}'"})
+        wait_until(lambda: reload(listener).returncode == 0, 60, "the query runs, and takes the file")
+        assert listener.said().count("restart pgcdc to run SQL and Python faster") == 1
+
     configure(settings)
     assert listener.process is not None
     listener.process.send_signal(signal.SIGHUP)
-    wait_until(lambda: status(listener)["reloads"] == 2, 30, "the signal is heeded")
+    wait_until(lambda: status(listener)["reloads"] == 4, 30, "the signal is heeded")
     assert status(listener)["last_reload_error"] is None
     database.execute("INSERT INTO t VALUES (4, 'a'); INSERT INTO u VALUES (2)")
     listener.wait_delivered()

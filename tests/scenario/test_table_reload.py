@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import pytest
 from databases import Database
 from listening import wait_until
 from mirroring import Mirror, compare, mirror_of
+from redising import redis_mirror_of
 from snapshots import Backfill
 
 from pgcdc import transform
@@ -173,21 +174,31 @@ def test_an_adapter_that_may_not_reload_stops_and_names_the_command_that_does(mi
 
 
 def test_a_new_slot_brings_missed_deletes_to_a_mirror(mirror: Mirror) -> None:
+    bring_missed_deletes(
+        mirror, lambda: compare(mirror.database.url, mirror.target, ["t"]) == [], "ALTER TABLE t ADD COLUMN n int"
+    )
+
+
+def test_a_new_slot_brings_missed_deletes_to_keys(database: Database, tmp_path: Path) -> None:
+    with redis_mirror_of(database, tmp_path) as mirror:
+        bring_missed_deletes(mirror, mirror.is_equal)
+
+
+def bring_missed_deletes(mirror: Mirror, is_equal: Callable[[], bool], *more: str) -> None:
     mirror.run(
         "CREATE TABLE t (id int PRIMARY KEY, v text)", "INSERT INTO t SELECT g, 'v' FROM generate_series(1, 500) g"
     )
     mirror.start()
-    mirror.settle()
+    mirror.settle(also=is_equal)
     mirror.end()
     mirror.run(f"SELECT pg_drop_replication_slot('s_{mirror.database.name}')")
-    mirror.run("DELETE FROM t WHERE id > 400", "UPDATE t SET v = 'new' WHERE id < 10", "ALTER TABLE t ADD COLUMN n int")
+    mirror.run("DELETE FROM t WHERE id > 400", "UPDATE t SET v = 'new' WHERE id < 10", *more)
     with Resync(mirror.database.url, mirror.state.path) as resync:
         plan = resync.plan()
         assert any("adapter copy empties its copies of the tables" in line for line in plan), plan
         resync.run()
     mirror.start()
-    mirror.settle()
-    assert compare(mirror.database.url, mirror.target, ["t"]) == []
+    mirror.settle(also=is_equal)
 
 
 USING, CONSTANT = "ALTER TABLE t ALTER COLUMN n TYPE int USING n * 10", "ALTER TABLE t ADD COLUMN x int DEFAULT 7"

@@ -8,18 +8,16 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pytest
-from event_streams import ITEMS, ORDERS, SCHEMA, SEED, START, Change, Transaction, spooled, streams
+from event_streams import SCHEMA, SEED, START, Transaction, spooled, streams
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from pyspark.sql import functions as F
-from pyspark.sql.pandas.types import to_arrow_schema
-from pyspark.sql.types import StructType
 from transform_cases import KEY, KEY_VARIABLE, simple_chains
-from wire import UNCHANGED
+from transforming import STREAM, batches, collect, projected
 
 from pgcdc import transform
 from pgcdc.core.errors import ConfigError, TransformError
@@ -27,30 +25,12 @@ from pgcdc.event.batch import Batch, split_forms
 from pgcdc.event.edits import parse_chains
 from pgcdc.event.events import block_schema, event_batch, open_blocks
 from pgcdc.event.forms import Form
-from pgcdc.spark.session import with_settings
 from pgcdc.spool.reader import SpoolReader
-from pgcdc.transform.program import ColumnProgram, Program, compile_chains
+from pgcdc.transform.program import ColumnProgram, compile_chains
 from pgcdc.transform.specs import Chain, Transform
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
-
-ODD = '\n"\\\u2028🐘'
-STREAM = [
-    Transaction(
-        110,
-        (
-            Change(ORDERS, "INSERT", ("1", "a@b.c", "2.50")),
-            Change(ORDERS, "UPDATE", ("1", UNCHANGED, None), ("1", "old", "9"), "O"),
-            Change(ORDERS, "UPDATE", ("2", ODD, "7"), ("1", None, None), "K"),
-            Change(ITEMS, "INSERT", ("1", "2026-11-16 00:46:06+00")),
-            Change(ORDERS, "TRUNCATE"),
-        ),
-    ),
-    Transaction(
-        120, (Change(ORDERS, "DELETE", None, ("2", None, None), "K"), Change(ITEMS, "DELETE", None, ("1", "2"), "O"))
-    ),
-]
 
 
 class InSpark(Chain):
@@ -87,17 +67,6 @@ def by_spark(spark: SparkSession, reader: SpoolReader, chains: list[Chain]) -> l
     forced = ColumnProgram(tuple(chains), steps, program.of_chain)
     found = forced.collect(projected(spark, reader, forced), START, reader.end)
     return [one.events.column("line").to_pylist() for one in found]
-
-
-def projected(spark: SparkSession, reader: SpoolReader, program: Program) -> DataFrame:
-    """What the source gives to a program, behind what Spark does."""
-    schema = cast(StructType, StructType.fromDDL(program.source_schema()))
-    chains = parse_chains(program.source_options()["_chains"])
-    arrow = to_arrow_schema(schema, timezone="UTC")
-    slices = reader.slices(START, reader.end)
-    batch = event_batch(slices, reader.relations(), SEED, arrow, chains=chains) if slices else None
-    rows = arrow.empty_table() if batch is None else pa.Table.from_batches([batch])
-    return program.project(spark.createDataFrame(rows, schema).coalesce(1))
 
 
 def events_in(spark: SparkSession, reader: SpoolReader) -> DataFrame:
@@ -262,22 +231,45 @@ def test_a_python_function_sees_each_event_once_and_may_drop_it(events: DataFram
     assert [(place, at) for _, _, place, at in found] == kept
 
 
-def test_a_function_that_fails_names_the_event(spark: SparkSession) -> None:
+@pytest.mark.parametrize("rows", [0, 7], ids=["large", "small"])
+def test_a_function_that_fails_names_the_event(spark: SparkSession, rows: int) -> None:
     program = compile_chains([Chain((transform.python(lambda event: event["nothing"]),))])
     with pytest.raises(TransformError, match="at position 000000000000006E/0000000000001: KeyError: 'nothing'"):
-        collect(spark, program)
+        collect(spark, program, rows)
 
 
-def collect(spark: SparkSession, program: Program) -> list[Batch]:
-    with spooled(STREAM) as reader:
-        return program.collect(projected(spark, reader, program), START, START)
+@pytest.mark.parametrize(
+    ("chain", "jobs"),
+    [
+        (Chain((transform.filter(where="operation = 'INSERT'"),)), 0),
+        (Chain((transform.filter(where="operation = 'nothing'"),)), 0),
+        (Chain((transform.sql(n="row['id'] || current_timezone()"),)), 0),
+        (
+            Chain(
+                (transform.filter(where="true"), transform.python(lambda event: event), transform.filter(where="true"))
+            ),
+            1,
+        ),
+    ],
+    ids=["where", "nothing", "sql", "python"],
+)
+def test_few_rows_go_through_the_plan_without_a_job_and_come_out_the_same(
+    spark: SparkSession, chain: Chain, jobs: int
+) -> None:
+    program, scheduler = compile_chains([chain]), spark.sparkContext._jsc.sc().dagScheduler()
+    (expected,) = collect(spark, program)
+    before = scheduler.numTotalJobs()
+    (found,) = collect(spark, program, rows=7)
+    assert scheduler.numTotalJobs() - before == jobs
+    assert found.events.equals(expected.events)
 
 
-def test_an_error_in_sql_stops_with_the_transform_and_the_position(spark: SparkSession) -> None:
+@pytest.mark.parametrize("rows", [0, 7], ids=["large", "small"])
+def test_an_error_in_sql_stops_with_the_transform_and_the_position(spark: SparkSession, rows: int) -> None:
     specs = ({"type": "drop_columns", "columns": ["x"]}, {"type": "sql", "set": {"n": "cast(row['note'] AS int)"}})
     program = compile_chains([Chain(({"type": "filter", "operations": ["UPDATE"]}, *specs))])
     with pytest.raises(TransformError) as caught:
-        collect(spark, program)
+        collect(spark, program, rows)
     # The first UPDATE fails by its old row: the new one has no note. INSERTs before it are not asked.
     assert "transform 3 (sql) failed at position 000000000000006E/0000000000002" in str(caught.value)
     assert "CAST_INVALID_INPUT" in str(caught.value) and "try_cast" in str(caught.value)
@@ -333,8 +325,13 @@ def test_records_and_tables_are_made_of_what_spark_returns(spark: SparkSession, 
     assert sorted(row for run in tables.tables() for row in run.rows.tolist()) == list(range(5))
 
 
-def test_executors_get_the_same_lines_in_keyed_blocks(spark: SparkSession) -> None:
-    chains = [Chain((transform.sql(size="length(row['note'])"), transform.mask("note"))), Chain(routes=("sales.*",))]
+@pytest.mark.parametrize(
+    "hard",
+    [transform.sql(size="length(row['note'])"), transform.filter(where="cast(row['total'] AS double) > 2")],
+    ids=lambda one: one.type,
+)
+def test_executors_get_the_same_lines_in_keyed_blocks(spark: SparkSession, hard: Transform) -> None:
+    chains = [Chain((hard, transform.mask("note"))), Chain(routes=("sales.*",))]
     program = compile_chains(chains, keyed=True)
     with spooled(STREAM) as reader:
         frame = projected(spark, reader, program)
@@ -349,23 +346,6 @@ def test_executors_get_the_same_lines_in_keyed_blocks(spark: SparkSession) -> No
 
 def run(spark: SparkSession, chains: list[Chain], folder: Path, checkpoint: Path) -> list[pa.Table]:
     return [one.events for one in batches(spark, chains, folder, checkpoint)]
-
-
-def batches(spark: SparkSession, chains: list[Chain], folder: Path, checkpoint: Path) -> list[Batch]:
-    """What a lane does."""
-    program = compile_chains(chains)
-    options = {"_spool": str(folder), **program.source_options()}
-    assert KEY not in str(options)
-    source = spark.readStream.format("pgcdc").options(**options).schema(program.source_schema()).load()
-    found: list[Batch] = []
-
-    def collect(batch: DataFrame, _: int) -> None:
-        found[:] = program.collect(batch, START, START)
-
-    with with_settings(spark, program.settings()):
-        writer = program.project(source).writeStream.option("checkpointLocation", str(checkpoint)).foreachBatch(collect)
-        writer.trigger(availableNow=True).start().awaitTermination()
-    return found
 
 
 def test_the_key_of_a_hash_stands_in_no_plan_and_no_page_of_the_ui(spark: SparkSession, events: DataFrame) -> None:

@@ -326,7 +326,7 @@ def test_an_interrupted_comparison_goes_on_where_it_was(
 ) -> None:
     monkeypatch.setattr(comparing, "RANGE_ROWS", 100)
     monkeypatch.setattr(comparing, "GROUP_RANGES", 2)
-    with mirrored(postgres, tmp_path, ITEMS, ROWS) as (flow, mirror):
+    with mirrored(postgres, tmp_path, ITEMS, ROWS, "ANALYZE items") as (flow, mirror):
         mirror.execute("DELETE FROM items WHERE id IN (50, 950)")
         seen, wait = list[str](), flow.wait
 
@@ -340,9 +340,14 @@ def test_an_interrupted_comparison_goes_on_where_it_was(
             flow.verify()
         monkeypatch.setattr(flow, "wait", wait)
         monkeypatch.setattr(SqlSide, "range_sum", _noting(seen, SqlSide.range_sum))
+        flow.shown.clear()
         one = flow.check()["mirror/items"]
         assert (one.rows, one.ranges, sorted(one.keys["missing"])) == (1000, 11, [["50"], ["950"]])
         assert 0 < len(seen) < 20
+        rows = [count for _, count, _, _ in flow.shown]
+        assert 0 < rows[0] < 1000 and rows == sorted(rows)
+        name = "mirror/items"
+        assert flow.shown[-2:] == [(name, 1000, 1000, False), (name, 1000, 1000, True)]
         seen.clear()
         assert flow.check(resume=False)["mirror/items"].missing == 2 and len(seen) == 22
 

@@ -11,7 +11,7 @@ import pytest
 from pgcdc.core.errors import StateError
 from pgcdc.core.position import Position
 from pgcdc.run import lane as checkpoint_module
-from pgcdc.run.lane import Checkpoint, Lane
+from pgcdc.run.lane import Checkpoint, Lane, Planned
 from pgcdc.transform.specs import Chain
 
 
@@ -72,12 +72,12 @@ def commit(lane: Lane, number: int) -> None:
 
 
 def test_a_lane_goes_on_where_the_last_committed_batch_ended(lane: Lane) -> None:
-    lane.planned = (at(1), at(3), 0)
+    lane.planned = Planned(at(1), at(3), 0)
     lane._deliver(cast(Any, None), 0)
     assert lane.place == at(1) and lane.committed() is None, "Spark has not committed it"
     commit(lane, 0)
     assert lane.place == at(3) and lane.committed() == at(3) and lane.committed() is None
-    lane.planned = (at(3), at(7), 0)
+    lane.planned = Planned(at(3), at(7), 0)
     lane._deliver(cast(Any, None), 1)
     again = Lane("main", lane.checkpoint.folder, at(1), list)
     assert again.place == at(3) and again.committed() == at(3), "batch 1 comes again"
@@ -85,11 +85,9 @@ def test_a_lane_goes_on_where_the_last_committed_batch_ended(lane: Lane) -> None
     assert Lane("main", lane.checkpoint.folder, at(1), list).place == at(7)
 
 
-@pytest.mark.parametrize("planned", [None, (at(2), at(7), 0), (at(4), at(7), 0)])
-def test_a_batch_that_does_not_begin_where_the_last_one_ended_is_refused(
-    lane: Lane, planned: tuple[Position, Position, int] | None
-) -> None:
-    lane.planned = (at(1), at(3), 0)
+@pytest.mark.parametrize("planned", [None, Planned(at(2), at(7), 0), Planned(at(4), at(7), 0)])
+def test_a_batch_that_does_not_begin_where_the_last_one_ended_is_refused(lane: Lane, planned: Planned | None) -> None:
+    lane.planned = Planned(at(1), at(3), 0)
     lane._deliver(cast(Any, None), 0)
     lane.planned = planned
     with pytest.raises(StateError, match="expects batch 1 to begin at"):
@@ -98,7 +96,7 @@ def test_a_batch_that_does_not_begin_where_the_last_one_ended_is_refused(
 
 
 def test_what_a_source_said_counts_for_one_batch(lane: Lane) -> None:
-    lane.planned = (at(1), at(1), 0)
+    lane.planned = Planned(at(1), at(1), 0)
     lane._deliver(cast(Any, None), 0)
     with pytest.raises(StateError, match="its source says nothing"):
         lane._deliver(cast(Any, None), 1)
@@ -116,10 +114,10 @@ def test_ends_and_sparks_files_are_durable_before_the_ack(lane: Lane, monkeypatc
     monkeypatch.setattr(os, "fdatasync", note)
     Checkpoint(lane.checkpoint.folder, at(1))
     assert synced == ["main", "."], "the entries of the folders"
-    lane.planned = (at(1), at(3), 0)
+    lane.planned = Planned(at(1), at(3), 0)
     lane._deliver(cast(Any, None), 0)
     commit(lane, 0)
-    lane.planned = (at(3), at(7), 0)
+    lane.planned = Planned(at(3), at(7), 0)
     synced.clear()
     lane._deliver(cast(Any, None), 1)
     assert synced == [], "a batch does not wait for the disk"
@@ -127,11 +125,18 @@ def test_ends_and_sparks_files_are_durable_before_the_ack(lane: Lane, monkeypatc
     assert lane.committed() == at(7)
     wanted = {f"main/{folder}{number}" for folder in ("ends", "offsets", "commits") for number in ("", "/1")}
     assert wanted <= set(synced)
+    lane.planned = Planned(at(7), at(9), 0)
+    lane._deliver(cast(Any, None), 2)
+    commit(lane, 2)
+    synced.clear()
+    assert lane.committed() == at(9)
+    wanted = {f"main/{folder}{number}" for folder in ("ends", "offsets", "commits") for number in ("", "/2")}
+    assert sorted(synced) == sorted(wanted), "each file once: those of batch 1 are durable"
 
 
 def test_what_spark_committed_before_the_machine_crashed_comes_again_if_its_end_is_lost(lane: Lane) -> None:
     for number in range(4):
-        lane.planned = (at(number + 1), at(number + 2), 0)
+        lane.planned = Planned(at(number + 1), at(number + 2), 0)
         lane._deliver(cast(Any, None), number)
         commit(lane, number)
     ends = lane.checkpoint.folder / "ends"

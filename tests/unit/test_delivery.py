@@ -54,6 +54,23 @@ class Setup:
             assert attempts.condition.wait_for(lambda: not attempts.is_calling, REAL_TIMEOUT_S)
 
 
+# --- which thread
+
+
+def test_all_writes_of_a_sink_are_in_one_thread_which_ends_with_it() -> None:
+    setup = Setup()
+    seen: list[threading.Thread] = []
+    for _ in range(3):
+        assert setup.delivery.attempts.run(lambda: seen.append(threading.current_thread()), 5) is None
+    assert len(set(seen)) == 1 and seen[0].name == f"write-{setup.delivery.name}"
+    setup.delivery.close()
+    seen[0].join(REAL_TIMEOUT_S)
+    assert not seen[0].is_alive()
+    assert setup.delivery.attempts.run(lambda: seen.append(threading.current_thread()), 5) is None
+    assert seen[-1] is not seen[0]
+    setup.delivery.close()
+
+
 # --- which errors
 
 

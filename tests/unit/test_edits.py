@@ -7,6 +7,7 @@ import hashlib
 import hmac
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,10 +20,10 @@ from transform_cases import KEY, KEY_VARIABLE, simple_chains, transformed
 from wire import UNCHANGED, encode_message, encode_truncate
 
 from pgcdc.core.errors import ConfigError, TransformError
-from pgcdc.core.relation import Column, Relation
+from pgcdc.core.relation import Column, Relation, ShapeChange
 from pgcdc.event import edits, lines
 from pgcdc.event.batch import Batch, split_forms
-from pgcdc.event.edits import SimpleChain, dump_chains, full_pattern, parse_chains
+from pgcdc.event.edits import SimpleChain, dump_chains, full_pattern, parse_chains, without_hidden
 from pgcdc.event.events import BLOCKS, block_schema, drop_unwanted, event_batch
 from pgcdc.event.forms import Form, form_column
 from pgcdc.event.frame import EventOptions
@@ -39,7 +40,7 @@ from pgcdc.transform import (
     rename_fields,
     sql,
 )
-from pgcdc.transform.program import BlockProgram, ColumnProgram, compile_chains
+from pgcdc.transform.program import AskProgram, BlockProgram, ColumnProgram, compile_chains
 from pgcdc.transform.specs import Chain, missing_columns
 from pgcdc.transform.steps import call_all
 
@@ -328,6 +329,14 @@ def test_a_function_is_called_for_each_event_and_may_drop_it() -> None:
     assert rows[0] == {"id": "1", "note": "a@b.c", "total": "2.50", "new": None} and rows[2] is None
 
 
+@pytest.mark.parametrize("part", [slice(None), slice(1, None), slice(2, 3), slice(3, 4), slice(4, None)], ids=str)
+def test_a_function_sees_events_as_arrow_shows_them(part: slice) -> None:
+    seen: list[dict[str, Any]] = []
+    events = asked()[part]
+    call_all(events, lambda event: seen.append(event) or event, "mine:f")  # type: ignore[func-returns-value]
+    assert seen == events.to_pylist(maps_as_pydicts="strict")
+
+
 def test_only_filters_may_follow_an_envelope() -> None:
     closed, drop = debezium_envelope(), drop_columns("a")
     Chain((drop, closed, filter(operations=["INSERT"]))).made()
@@ -351,9 +360,26 @@ def test_the_program_is_the_cheapest_that_can_do_it() -> None:
     ]
     assert "`event_2` struct<" in mixed.source_schema() and "shape" not in mixed.source_schema()
     assert KEY not in str(mixed.source_options())
-    records = compile_chains([Chain((where,), form="records"), Chain((debezium_envelope(), where))])
+    made = sql(a="1")
+    records = compile_chains([Chain((made,), form="records"), Chain((made, debezium_envelope(), where))])
     assert records.source_schema().count("shape:string") == 2
     assert [one.type for one in records.distinct[1].parts[2]] == ["debezium"]
+    asks = compile_chains([Chain((where,), form="records"), Chain((drop, debezium_envelope(), where)), Chain()])
+    assert isinstance(asks, AskProgram) and asks.source_schema().startswith(f"{BLOCKS}, lsn BIGINT")
+    pushed = parse_chains(asks.source_options()["_chains"])
+    assert [one.forms for one in pushed] == [("records",), ("lines",), ("lines",), (), ()]
+    assert [one["type"] for one in pushed[1].steps] == ["drop_columns", "debezium"]
+    assert pushed[4].steps[0]["type"] == "drop_columns" and "debezium" not in str(pushed[4].steps)
+    assert isinstance(compile_chains([Chain((where, rename_fields(a="b")))]), ColumnProgram)
+
+
+def test_what_a_condition_does_not_read_is_not_hidden_in_schema_events() -> None:
+    table = Relation(1, "public", "people", "d", (Column("id", 23, -1, True), Column("age", 23, -1, False)))
+    details = {"columns": [{"name": "id"}, {"name": "age", "missing": "7"}], "primary_key": ["id"]}
+    change = ShapeChange(START, table, None, details)
+    asking = SimpleChain((), ({"type": "keep_columns", "columns": ["id"]},), (), asked=("row",))
+    assert without_hidden(change, parse_chains(dump_chains([asking]))) == change
+    assert without_hidden(change, [replace(asking, asked=())]) != change
 
 
 def test_names_that_an_earlier_step_took_away_are_refused() -> None:

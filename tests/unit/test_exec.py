@@ -660,9 +660,10 @@ def test_daemon_of_a_command_is_left_alone(make: Make, tmp_path: Path, capfd: py
 
 
 def test_number_of_an_ended_command_is_kept_until_its_group_is_ended(make: Make, tmp_path: Path) -> None:
-    sink = make(python(LEAVES, str(tmp_path)), ack="write")
+    sink = make(python(LEAVES, str(tmp_path / "go")), ack="write")
     sink.write(batch(START, FIRST))
     command = process_of(sink)
+    (tmp_path / "go").touch()  # not before: one that ends during the write has failed
     wait_for(lambda: command.has_ended)
     assert psutil.Process(command.pid).status() == psutil.STATUS_ZOMBIE
     sink.close()

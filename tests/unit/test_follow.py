@@ -11,7 +11,7 @@ from pgcdc.core.relation import Column, Relation, ShapeChange
 from pgcdc.event.edits import SimpleChain
 from pgcdc.event.follow import follow_shape
 
-INT, BIGINT, TEXT = (23, "integer"), (20, "bigint"), (25, "text")
+INT, BIGINT, TEXT, VARCHAR = (23, "integer"), (20, "bigint"), (25, "text"), (1043, "varchar")
 
 
 def side(*columns: tuple[str, int, tuple[int, str]], **facts: Any) -> tuple[Relation, dict[str, Any]]:
@@ -49,10 +49,15 @@ def reason(after: tuple[Relation, dict[str, Any] | None], chain: SimpleChain | N
         ((side(("id", 1, INT), ("b", 2, TEXT))[0], None), "altered again"),
         (side(("id", 1, INT), ("a", 3, TEXT)), "rows came before"),
         (side(("id", 1, INT), ("a", 3, BIGINT)), ""),
+        (side(("id", 1, INT), ("b", 3, TEXT)), "may be of either"),
+        (side(("id", 1, INT), ("a", 3, VARCHAR)), "may be of either"),
+        (side(("id", 1, INT), ("b", 3, INT)), ""),
+        (side(("id", 1, INT), natts=3), "added and dropped in between"),
     ],
     ids=[
         "added", "computed", "added twice", "renamed", "vacuum too", "wider", "retyped", "dropped", "late", "replaced",
-        "replaced by another type",
+        "replaced by another type", "replaced and renamed", "replaced and retyped", "another one instead",
+        "replaced and dropped",
     ],
 )  # fmt: skip
 def test_only_what_the_catalog_proves_is_followed(after: tuple[Relation, dict[str, Any] | None], why: str) -> None:
@@ -85,3 +90,25 @@ def test_partitions_with_rows_are_a_reason_and_new_ones_are_not() -> None:
     ):  # fmt: skip
         after = side(("id", 1, INT), ("a", 2, TEXT), leaves=leaves, attached=attached)
         assert bool(reason(after, before=before)) == is_reason, leaves
+
+
+def test_columns_that_moved_up_before_a_new_one_are_read_again() -> None:
+    before = side(("id", 1, INT), ("a", 2, TEXT), ("b", 3, TEXT))
+    assert "may be of either" in reason(side(("id", 1, INT), ("a", 3, TEXT), ("b", 4, TEXT)), before=before)
+    renamed = side(("id", 1, INT), ("a", 3, TEXT))
+    assert reason(renamed, before=before) == ""
+    assert "in between" in reason((renamed[0], {**renamed[1], "natts": 4}), before=before)
+
+
+def test_a_column_that_stood_where_the_new_one_is_now_is_read_again() -> None:
+    before = side(("id", 1, INT), ("a", 2, TEXT), ("c", 3, INT))
+    assert "may be of either" in reason(side(("id", 1, INT), ("b", 4, TEXT)), before=before)
+    assert reason(side(("id", 1, INT), ("b", 4, BIGINT)), before=before) == ""
+
+
+def test_columns_that_came_and_went_before_a_proven_shape_are_noticed_when_the_catalog_is_read() -> None:
+    proven = side(("id", 1, INT), ("a", 2, TEXT), is_proven=True)
+    assert reason(side(("id", 1, INT), ("a", 2, TEXT)), before=proven) == ""
+    assert "rewritten" in reason(side(("id", 1, INT), ("a", 2, TEXT), natts=3), before=proven)
+    assert reason(side(("id", 1, INT), ("a", 2, TEXT), ("b", 3, INT)), before=proven) == ""
+    assert reason(side(("id", 1, INT), ("a", 2, TEXT), natts=3, is_proven=True), before=proven) == ""

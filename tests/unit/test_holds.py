@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -10,14 +11,14 @@ import pytest
 
 from pgcdc.core.errors import ReloadNeeded, SinkUnavailable
 from pgcdc.core.position import Position
-from pgcdc.core.relation import Column, Op, Relation
+from pgcdc.core.relation import Column, Op, Relation, ShapeChange, ShapeHistory, append_shapes
 from pgcdc.core.state import StateDir
 from pgcdc.event.audience import Audience, Letter, append_letter, keep_letters
 from pgcdc.event.batch import Batch
 from pgcdc.event.forms import FORMS, Form
 from pgcdc.event.shape import TableShape
 from pgcdc.sink.contract import Progress, Sink, SinkContext
-from pgcdc.sink.holds import Hold, Holds
+from pgcdc.sink.holds import Hold, Holds, find_misnamed
 from pgcdc.sink.runner import Runner
 from pgcdc.sink.spec import DeliveryOptions
 
@@ -176,4 +177,51 @@ def test_a_table_that_is_held_stays_out_of_every_other_try(file: Path) -> None:
     made.open(Position.end(1))
     made.write(batch(Position.end(1), Position.end(9), row(stream(5), T), row(stream(6), OTHER)))
     assert sink.tries == [[T, OTHER], [OTHER], [OTHER]]
+    assert list(made.progress.holds) == [T]
+
+
+def test_a_change_under_a_name_that_is_another_tables_by_then_is_a_reason_to_reload(tmp_path: Path) -> None:
+    """The server does not say that a partitioned table was renamed."""
+    file = tmp_path / "shapes.jsonl"
+    mine, other = SHAPES[T].relation, SHAPES[OTHER].relation
+    taker = replace(other, name=mine.name)
+    append_shapes(file, [ShapeChange(stream(1), mine), ShapeChange(stream(2), other)])
+    history = ShapeHistory(file)
+
+    def found(*rows: tuple[str, int]) -> set[int]:
+        return set(find_misnamed(batch(Position.end(2), Position.end(9), *rows), history))
+
+    rows = [row(stream(3), T), row(stream(6), T)]
+    assert found(*rows) == set()
+    append_shapes(file, [ShapeChange(stream(5), taker, other)])
+    assert found(rows[0]) == set()  # it was its own then
+    assert found(*rows) == {T}
+    assert found(row(stream(6), OTHER)) == set()
+    assert found(row(Position.of_chunk(6, 0, 1), T)) == set()  # what was read has the name of then
+    append_shapes(file, [ShapeChange(stream(6), mine, mine)])
+    assert found(row(stream(7), T)) == set()  # it has its name again
+
+    quoted = replace(mine, name="T 1")
+    append_shapes(
+        file, [ShapeChange(stream(20), quoted, mine), ShapeChange(stream(21), replace(other, name="T 1"), taker)]
+    )
+    late = replace(batch(Position.end(9), Position.end(30), row(stream(22), T)), shapes={T: TableShape(quoted)})
+    assert find_misnamed(late, history)[T][0] == '"T 1"'  # the reload is asked for by this name
+
+
+def test_it_is_not_written_to_the_other_table(file: Path) -> None:
+    holds(file)
+    sink = Kept(Position.end(1))
+    sink.tries = [[], []]  # it takes everything
+    made = runner(file, sink)
+    mine, other = SHAPES[T].relation, SHAPES[OTHER].relation
+    history = [
+        ShapeChange(stream(1), mine),
+        ShapeChange(stream(2), other),
+        ShapeChange(stream(5), replace(other, name="t1"), other),
+    ]
+    append_shapes(StateDir(file.parent).shapes_file, history)
+    made.open(Position.end(1))
+    made.write(batch(Position.end(1), Position.end(9), row(stream(6), T), row(stream(7), OTHER)))
+    assert sink.tries[2:] == [[OTHER]]
     assert list(made.progress.holds) == [T]

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pyspark.errors import PySparkException
-from pyspark.sql.types import StructType
+from pyspark.sql.types import BinaryType, BooleanType, StructField, StructType
 from spools import START_LSN, write_spool
 
 from pgcdc.core.errors import PgcdcError, SinkError, SinkRejected, SinkUnavailable, TransformError
@@ -360,11 +360,12 @@ def test_rows_of_events_are_taken_like_blocks() -> None:
 def test_the_source_says_how_large_the_batch_is_that_it_plans(tmp_path: Path) -> None:
     state = StateDir(tmp_path)
     end = write_spool(state.spool, [[(ORDERS, Op.INSERT, [b"1", b"x"], None)]] * 20)
-    reader = ChangeReader(parse_options({"_spool": str(state.spool), "_run": "none", "consumer": "main"}), StructType())
+    schema = StructType([StructField("block", BinaryType()), StructField("is_last", BooleanType())])
+    reader = ChangeReader(parse_options({"_spool": str(state.spool), "_run": "none", "consumer": "main"}), schema)
     reader._run = run = MagicMock()
     middle = Position.end(START_LSN + 80)
     reader.partitions(middle.to_offset(), end.to_offset())
-    batch = {"do": "plan", "lane": "main", "start": str(middle), "end": str(end), "events": 10}
+    batch = {"do": "plan", "lane": "main", "start": str(middle), "end": str(end), "rows": 1, "events": 10}
     assert run.request.call_args.args == (batch,)
 
 

@@ -8,9 +8,10 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pyarrow as pa
 import pytest
@@ -20,7 +21,7 @@ from pyspark.sql.types import StructType
 from wire import encode_begin, encode_commit, encode_insert, encode_message, encode_relation, encode_truncate
 
 from pgcdc.core.errors import ConnectionLost, StateError
-from pgcdc.core.position import SCHEMA_SUB, Position
+from pgcdc.core.position import SCHEMA_SUB, Kind, Position
 from pgcdc.core.relation import Column, Relation, ShapeChange, ShapeHistory, append_shapes, cut_tail
 from pgcdc.source.postgres.setup import guard as capture_shapes
 from pgcdc.source.postgres.setup.guard import ShapeObserver
@@ -386,3 +387,29 @@ def test_every_cut_gives_every_event_once(transactions: list[Transaction], seal_
             assert delivered.between(START, cut) + delivered.between(cut, delivered.end) == lines
         steps = itertools.chain.from_iterable(delivered.between(*pair) for pair in itertools.pairwise(cuts))
         assert list(steps) == lines
+
+
+def test_a_mark_gives_a_table_its_name_again_and_one_that_tells_nothing_ends_its_question(tmp_path: Path) -> None:
+    """Another table had the name since: the marks say who has it now. Who asked waits until the record is another object."""
+    file = tmp_path / "shapes.jsonl"
+    mine = Relation(1, "public", "a", "d", (Column("id", 23, -1, True),))
+    other = replace(mine, oid=2)
+    column = {"name": "id", "attnum": 1, "type": "integer", "ndims": 0, "not_null": True, "since": "1"}
+    details = {"columns": [column], "primary_key": ["id"], "types": None}
+    told = [(10, mine), (20, other)]
+    append_shapes(file, [ShapeChange(Position.at(commit, 1), one, details=details) for commit, one in told])
+    observer = ShapeObserver(file, Position.end(30))
+    assert observer.taken() == {1} and observer.is_taken(mine) and not observer.is_taken(other)
+
+    def mark(commit: int) -> None:
+        columns = {"commit": [commit], "kind": [int(Kind.SNAPSHOT)], "xid": [0], "rows": [1]}
+        batch = SimpleNamespace(relations=[mine], transactions=pa.table(columns))
+        observer._take_mark(
+            cast(Any, batch), pa.table({"relation": [0], "prefix": [json.dumps(details)], "ordinal": [1]})
+        )
+
+    mark(40)
+    assert observer.taken() == {2} and observer.current[1].position > Position.at(20, 1)
+    asked = observer.current[1]
+    mark(50)
+    assert observer.current[1] is not asked and observer.current[1].position == asked.position

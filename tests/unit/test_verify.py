@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import io
+import os
+import pickle
+import sys
 import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -15,8 +20,8 @@ from pgcdc.core.errors import PgcdcError
 from pgcdc.core.state import StateDir, write_json
 from pgcdc.run.chains import Chains
 from pgcdc.run.settings import PipelineSettings
-from pgcdc.run.verify import report
-from pgcdc.run.verify.beside import VerifyBeside
+from pgcdc.run.verify import job, report
+from pgcdc.run.verify.beside import VerifyBeside, run_child
 from pgcdc.run.verify.comparing import GROUP_ROWS, groups, unequal
 from pgcdc.run.verify.hashing import Key, Seen, Sums, hash_values, note
 from pgcdc.run.verify.report import Notebook, Report, TableResult, describe_last, last_file
@@ -178,6 +183,22 @@ def test_it_runs_now_and_then_as_the_file_says(tmp_path: Path, text: str) -> Non
     (tmp_path / "pgcdc.yaml").write_text("adapters: [noop]\ntables: [orders]\nverify: {every: often}\n")
     with pytest.raises(PgcdcError, match=r"verify\.every"):
         load_config({}, {"PGCDC_DB": "postgresql://localhost/shop"}, tmp_path / "pgcdc.yaml")
+
+
+def test_the_rate_of_the_file_is_that_of_the_other_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pgcdc.yaml").write_text("adapters: [noop]\ntables: [orders]\nverify: {every: 6h, rate: 5000}\n")
+    config = load_config({}, {"PGCDC_DB": "postgresql://localhost/shop"}, tmp_path / "pgcdc.yaml")
+    rates = list[float]()
+
+    def run(one: job.Verify) -> Report:
+        rates.append(one.options.rate)
+        return Report("p", [], [])
+
+    monkeypatch.setattr(job.Verify, "run", run)
+    sent = io.BytesIO(pickle.dumps((config.part(PipelineSettings), Chains((), ()))))
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=sent))
+    monkeypatch.setattr(os, "nice", lambda more: 0)
+    assert (run_child(), rates) == (0, [5000.0])
 
 
 def test_a_failed_one_is_said_and_the_pipeline_goes_on(tmp_path: Path) -> None:

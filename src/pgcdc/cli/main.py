@@ -21,7 +21,7 @@ COMMANDS = {
     "sentinel": "Mark this moment in a running pipeline's stream, and wait until its targets have everything before it.",
     "resync": "Bring targets back: one copy (--table, --adapter), or after a lost slot everything, deletes included.",
     "playground": "A PostgreSQL of its own under random traffic, captured through Spark and compared at the end.",
-    "version": "Versions of pgcdc and what it stands on, and which decoder is in use.",
+    "version": "Versions of pgcdc and what it stands on, and which quick ways are in use.",
     "config": "Create a configuration file, show the effective settings, print the JSON schema.",
     "dlq": "Events that a target refused: list them, deliver them again, delete them.",
     "slot": "List, inspect and drop replication slots.",
@@ -96,15 +96,15 @@ def _pgcdc(
 
 
 def version() -> None:
-    """What is installed, and which decoder is in use."""
-    from importlib.metadata import version as installed
+    """What is installed, and which quick ways are in use."""
     from platform import python_version
 
-    from pgcdc.core.compiled import has_compiled
+    from pgcdc.core.compiled import describe_ways, find_version
 
-    print(f"pgcdc {installed('pgcdc')}")
-    print(f"decoder {'compiled' if has_compiled('source.postgres.wire._rows') else 'python'}")
-    print(f"python {python_version()}, pyspark {installed('pyspark')}, pyarrow {installed('pyarrow')}")
+    print(f"pgcdc {find_version('pgcdc')}")
+    for name, way in describe_ways().items():
+        print(f"{name} {way}")
+    print(f"python {python_version()}, pyspark {find_version('pyspark')}, pyarrow {find_version('pyarrow')}")
 
 
 def main() -> Any:

@@ -72,6 +72,8 @@ def read_status(state_dir: Path) -> dict[str, Any]:
         "adapters": ", ".join(run.get("adapters", [])) or None,
         "lanes": run.get("lanes", []),
         "events_delivered": run.get("events", 0),
+        "fast_paths": ", ".join(f"{name} {way}" for name, way in run.get("ways", {}).items()) or None,
+        "batch_ms": ", ".join(f"{name} {took:g}" for name, took in run.get("batch_ms", {}).items()) or None,
         **{name: run.get(name) for name in ("reloads", "reload_errors", "last_reload_error")},
         "delivered_position": run.get("position"),
         **{name: capture.get(name) for name in ("server_lsn", "received_lsn", "confirmed_lsn", "lag_bytes")},

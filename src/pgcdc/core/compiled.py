@@ -3,9 +3,11 @@ PGCDC_PURE_PYTHON=1 turns them off."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import os
+from pathlib import Path
 from types import ModuleType
 
 
@@ -22,3 +24,35 @@ def load_compiled(name: str) -> ModuleType | None:
 def has_compiled(name: str) -> bool:
     """Whether `load_compiled` would find it, without loading anything."""
     return os.environ.get("PGCDC_PURE_PYTHON") != "1" and importlib.util.find_spec(f"pgcdc.{name}") is not None
+
+
+def describe_ways(is_short: bool | None = None) -> dict[str, str]:
+    """Which quick ways are in use; nothing is loaded for it. `is_short`: whether small batches take the shorter ways in this
+    run; None: whether they probably would."""
+    if is_short is None:
+        found = importlib.util.find_spec("pyspark")
+        folders = (found and found.submodule_search_locations) or ()
+        has_reader = any(Path(one, "sql", "datasource_internal.py").exists() for one in folders)
+        is_short = has_reader and has_short_ways(find_version("pyspark"))
+    return {
+        "decoder": "compiled" if has_compiled("source.postgres.wire._rows") else "python",
+        "small batches": f"{'short' if is_short else 'ordinary'} ways through Spark",
+    }
+
+
+def find_version(package: str) -> str:
+    """Of an installed package, or of one that is only on the path, as Spark's own folder of Python."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        with contextlib.suppress(ImportError):
+            return str(getattr(importlib.import_module(package), "__version__", "unknown"))
+        return "unknown"
+
+
+def has_short_ways(spark: str) -> bool:
+    """Whether small batches take the shorter ways of `spark.quick` through this version of PySpark: they were tried with it.
+    (The variable switches them off.)"""
+    return spark.startswith("4.3.") and not os.environ.get("PGCDC_ORDINARY_SPARK")

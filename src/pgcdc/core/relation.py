@@ -171,6 +171,7 @@ class ShapeHistory:
     def __init__(self, path: Path) -> None:
         self._lines = GrowingLines(path)
         self.changes: list[ShapeChange] = []  # In the order of their positions
+        self._owners: dict[tuple[str, str], set[int]] = {}  # Tables that have or had a name
 
     def refresh(self) -> list[ShapeChange]:
         """Read what was appended since the last call, and return it."""
@@ -178,6 +179,7 @@ class ShapeHistory:
         for change in fresh:
             # A spool that is read again may show what an older version of pgcdc did not record.
             bisect.insort(self.changes, change, key=_position)
+            self._owners.setdefault((change.after.namespace, change.after.name), set()).add(change.after.oid)
         return fresh
 
     def at(self, position: Position) -> ShapeChange | None:
@@ -202,6 +204,15 @@ class ShapeHistory:
     def is_taken(self, table: Relation, position: Position) -> bool:
         """Whether another table has its name at `position`."""
         return any(one.channel == table.channel for one in self.others(table.oid, position))
+
+    def is_shared(self, table: Relation) -> bool:
+        """Whether other tables have or had its name as well."""
+        return len(self._owners.get((table.namespace, table.name), ())) > 1
+
+    def is_misnamed(self, table: Relation, position: Position) -> bool:
+        """Whether a change at `position` comes under a name that is another table's by then."""
+        last = self.in_force(table.namespace, table.name, position)
+        return last is not None and last.after.channel == table.channel and last.after.oid != table.oid
 
     def takes_name(self, change: ShapeChange) -> bool:
         """Whether another table had the name that this one has from here on."""

@@ -185,16 +185,23 @@ def _join_fields(event: Mapping[str, str | None], *, transaction: bool) -> str:
 
 
 def split_forms(
-    batch: Batch, wanted: Sequence[tuple[int, Form]], beside: Sequence[Mapping[bytes, bytes]] = ()
+    batch: Batch,
+    wanted: Sequence[tuple[int, Form]],
+    beside: Sequence[Mapping[bytes, bytes]] = (),
+    kept: Mapping[int, pa.ChunkedArray] | None = None,
 ) -> list[Batch]:
-    """A batch with a column per chain and form (`form_column`), split into them."""
+    """A batch with a column per chain and form (`form_column`), split into them. `kept`: by chain, which events it has of
+    those in its columns."""
     made: dict[tuple[int, Form], Batch] = {}
     for number, form in wanted:
         if (number, form) not in made:
             name = form_column(number, form)
             column, positions = batch.events.column(name), batch.positions()
+            chosen = (kept or {}).get(number)
             if column.null_count:
-                positions, column = positions.filter(column.is_valid()), column.drop_null()
+                chosen = column.is_valid() if chosen is None else pc.and_(chosen, column.is_valid())
+            if chosen is not None and not pc.all(chosen, skip_nulls=False).as_py():
+                positions, column = positions.filter(chosen), column.filter(chosen)
             fields = [("line", column)] if form == "lines" else zip(column.type.names, column.flatten(), strict=True)
             texts = (one[name.encode()].decode() for one in beside if form in WITH_SHAPES)
             events = pa.table({"position": positions, **dict(fields)})

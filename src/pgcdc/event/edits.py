@@ -49,6 +49,8 @@ class SimpleChain:
     """The wanted `event.forms`; `shapes`: its events (`event_column`) describe their tables."""
     is_partial: bool = False  # The chain does more to rows than this knows
     hides_reloads: bool = False  # A filter of the chain leaves out what a reload brings
+    asked: tuple[str, ...] = ()
+    """It is there for a condition in Spark, which reads these columns of events."""
     _fates: dict[Relation, _Fate] = field(default_factory=dict)
     _keys: dict[tuple[str | None, str | None], bytes] = field(default_factory=dict)
 
@@ -161,6 +163,8 @@ class SimpleChain:
         for step in self.steps if shape.oid else ():
             if step["type"] == "drop_columns":
                 names = [None if name in step["columns"] else name for name in names]
+            elif step["type"] == "keep_columns":
+                names = [name if name in step["columns"] else None for name in names]
             elif step["type"] == "rename_fields":
                 names = [None if name is None else step["fields"].get(name, name) for name in names]
                 left = [name for name in names if name is not None]
@@ -224,7 +228,7 @@ def _is_text(steps: tuple[Step, ...]) -> bool:
 def without_hidden(change: ShapeChange, chains: Iterable[SimpleChain]) -> ShapeChange:
     """The change without values of columns that one of the chains drops or masks."""
     columns = [column.name for column in change.after.columns]
-    fates = (zip(columns, one.fates(change.after), strict=True) for one in chains)
+    fates = (zip(columns, one.fates(change.after), strict=True) for one in chains if not one.asked)
     hidden = {name for one in fates for name, (after, is_masked) in one if after is None or is_masked}
     if change.details is None or not hidden:
         return change
@@ -237,12 +241,16 @@ def without_hidden(change: ShapeChange, chains: Iterable[SimpleChain]) -> ShapeC
 
 def dump_chains(chains: Iterable[SimpleChain]) -> str:
     """Chains as the source's option."""
-    return json.dumps([{"routes": one.routes, "steps": one.steps, "forms": one.forms} for one in chains])
+    names = ("routes", "steps", "forms", "asked")
+    return json.dumps([{name: getattr(one, name) for name in names} for one in chains])
 
 
 def parse_chains(text: str) -> list[SimpleChain]:
     read = json.loads(text) if text else []
-    return [SimpleChain(tuple(one["routes"]), tuple(one["steps"]), tuple(one["forms"])) for one in read]
+    return [
+        SimpleChain(tuple(one["routes"]), tuple(one["steps"]), tuple(one["forms"]), asked=tuple(one["asked"]))
+        for one in read
+    ]
 
 
 def full_pattern(pattern: str) -> str:

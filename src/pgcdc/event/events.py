@@ -125,6 +125,28 @@ def drop_unwanted(events: pa.RecordBatch) -> pa.RecordBatch:
     return events.filter(wanted)
 
 
+def columns_for(schema: pa.Schema, chains: Sequence[SimpleChain]) -> pa.Schema:
+    """The columns that `rows_for` makes rows of this schema of."""
+    if schema.names[0] not in ("block", "keyed_block"):
+        return schema
+    return pa.schema([*block_schema(chains, keyed=schema.names[0] == "keyed_block"), *list(schema)[2:]])
+
+
+def rows_for(schema: pa.Schema, events: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+    """Events as the rows of a source with this schema: blocks, or what they are."""
+    if schema.names[0] not in ("block", "keyed_block"):
+        yield events
+        return
+    beside = events.select(schema.names[2:])
+    inside = [name for name in events.schema.names if name not in beside.schema.names]
+    for piece in pack_block(events.select(inside), schema.names[0]):
+        yield pa.RecordBatch.from_arrays([*piece.columns, *(pa.nulls(1, one.type) for one in beside)], schema.names)
+    if beside.num_columns:  # behind each block a row for each of its events
+        count = events.num_rows
+        none = [pa.nulls(count, pa.binary()), pa.nulls(count, pa.bool_())]
+        yield pa.RecordBatch.from_arrays([*none, *beside.columns], schema.names)
+
+
 def pack_block(events: pa.RecordBatch, name: str = "block") -> Iterator[pa.RecordBatch]:
     """`events`, in any schema, as an Arrow stream: one row, or several if it is large (a row of 200 MB, say). Compressed if
     it pays: the JVM copies it about ten times, and collecting that garbage cost more than all else."""
@@ -140,9 +162,11 @@ def pack_block(events: pa.RecordBatch, name: str = "block") -> Iterator[pa.Recor
         yield pa.RecordBatch.from_arrays([block, pa.array([begin + piece.size == data.size])], [name, "is_last"])
 
 
-def unpack_blocks(blocks: pa.Table, chains: Sequence[SimpleChain] = ()) -> tuple[pa.Table, list[dict[bytes, bytes]]]:
+def unpack_blocks(
+    blocks: pa.Table, chains: Sequence[SimpleChain] = (), *, keyed: bool = False
+) -> tuple[pa.Table, list[dict[bytes, bytes]]]:
     """The events of collected blocks, in order, in the `block_schema`, and each block's other columns."""
-    schema = block_schema(chains)
+    schema = block_schema(chains, keyed=keyed)
     batches = [batch.select(schema.names) for batch in open_blocks(blocks.to_batches())]
     metadata = [batch.schema.metadata for batch in batches if batch.schema.metadata]
     return pa.Table.from_batches([batch.replace_schema_metadata() for batch in batches], schema), metadata
@@ -209,8 +233,9 @@ class EventColumns:
         if form == "records":
             names = ("id", "channel", "operation", "key_hash", "is_barrier", "relation")
             return make_record(behind, self.rendered(number, ""), {name: self.column(name) for name in names})
-        events = EventColumns(behind, None, self._options)  # the columns that Spark may change
-        shown = [*CHANGEABLE, *(["shape"] if self._chains[number].needs_shapes else [])]
+        events, chain = EventColumns(behind, self._seed, self._options), self._chains[number]
+        # What a condition reads, or the columns that Spark may change.
+        shown = chain.asked or [*CHANGEABLE, *(["shape"] if chain.needs_shapes else [])]
         is_out = None if keep is None else pa.array(keep == 0)
         return pa.StructArray.from_arrays([events.column(name) for name in shown], shown, mask=is_out)
 

@@ -21,6 +21,12 @@ Details = Mapping[str, Any]
 _FREE = {"table_renamed", "columns_reordered", "replica_identity_changed", "types_changed"}
 """What leaves the values of all rows alone."""
 _ADDED = ("column_added", "column_replaced")
+_DROPPED = {"column_removed", "column_replaced"}
+_LENGTHS = {
+    16: 1, 21: 2, 23: 4, 700: 4, 1082: 4, 20: 8, 701: 8, 1083: 8, 1114: 8, 1184: 8, 1186: 16, 2950: 16,
+    **dict.fromkeys((17, 25, 114, 1042, 1043, 1700, 3802), -1),
+}  # fmt: skip
+"""Of the values of the usual types, by oid; -1: they vary. A column gets a type of another length only by a rewrite."""
 
 
 def behind(change: ShapeChange, chain: SimpleChain) -> ShapeChange:
@@ -44,10 +50,12 @@ def why_reload(change: ShapeChange, differences: Sequence[Difference], *, is_par
         return "partitions with rows were attached, detached, truncated or rewritten, which no event tells"
     if "rewritten" in kinds:
         return "its rows were rewritten by ALTER TABLE (a default that is computed, a type change)"
+    if any(one.get("is_rewriting") for one in differences):
+        return "a label or attribute of a type was changed, so its old values are written otherwise"
     if "published_changed" in kinds:
         return "the row filter or column list of its publication was changed"
     if "updates_published" in kinds:
-        return "it had no key, so its updates and deletes were not published for a while"
+        return "its updates and deletes were not published for a while"
     if old is None or new is None or is_late(old):
         return "it was altered again before its catalog could be read, so its old rows are not known"
     if kinds <= _FREE | {"partitions_changed"}:
@@ -55,19 +63,40 @@ def why_reload(change: ShapeChange, differences: Sequence[Difference], *, is_par
     # Rows after it may have had the shape of before, and came before this was noticed.
     if any(one["type"] == "column_replaced" and one["old_type"] == one["new_type"] for one in differences):
         return "a column was dropped and added again, and rows came before that was noticed"
+    if _may_be_mistaken(change, differences):
+        return "columns were dropped and added, and rows that came before that was noticed may be of either"
     tells_key = change.before is None or (change.before.replica_identity == "d" and change.before != change.after)
     if not tells_key and any(one["type"] == "primary_key_changed" and one["old"] for one in differences):
         return "it had another key, and rows came before that was noticed"
     if is_partial and kinds.intersection(NEW_VALUES):
         return "its columns were changed, and only the transforms know what becomes of old rows"
     added = sum(one["type"] in _ADDED for one in differences)
-    if "natts" in old and "natts" in new and new["natts"] - old["natts"] != added and kinds.intersection(NEW_VALUES):
+    if "natts" in old and "natts" in new and new["natts"] - old["natts"] != added:
         return "columns were added and dropped in between"
     if any(one["type"] in _ADDED and one["column"] in new.get("mixed", ()) for one in differences):
         return "its partitions have different values in a new column"
     if kinds.intersection(NEW_VALUES) and not _is_same_file(old, new):
         return "its rows were rewritten by ALTER TABLE (a default that is computed, a type change)"
     return ""
+
+
+def _may_be_mistaken(change: ShapeChange, differences: Sequence[Difference]) -> bool:
+    """Whether rows of either shape may have had other columns of the same names and types. In rows of the shape before a new
+    column, which always comes last, looked like the last one; in rows of the shape after a dropped one stood where the new
+    one is now. Each may have been renamed meanwhile, or got another type."""
+    dropped = {one["column"] for one in differences if one["type"] in _DROPPED}
+    if change.before is None or not dropped:
+        return False
+    added = {one["column"] for one in differences if one["type"] in _ADDED}
+    *others, last = change.before.columns
+    olds = {last.type_oid, *(one.type_oid for one in others if one.name in dropped)}
+    news = [one.type_oid for one in change.after.columns if one.name in added]
+    return any(_may_become(old, new) for old in olds for new in news)
+
+
+def _may_become(old: int, new: int) -> bool:
+    """Whether a column can get this type without a rewrite, as far as is known here."""
+    return old not in _LENGTHS or new not in _LENGTHS or _LENGTHS[old] == _LENGTHS[new]
 
 
 def brings_rows(differences: Sequence[Difference]) -> bool:

@@ -247,8 +247,12 @@ def _diff_types(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator
     changed = {news[oid][1] for oid in news if oid in olds and _to_json([olds[oid]]) != _to_json([news[oid]])}
     old_labels, new_labels = (one.get("enums", {}) for one in (before, after))
     changed |= {name for name in new_labels if name in old_labels and old_labels[name] != new_labels[name]}
-    if changed:
-        yield {"type": "types_changed", "types": sorted(changed)}
+    gone = any(not set(labels) <= set(new_labels.get(name, labels)) for name, labels in old_labels.items())
+    olds, news = (one.get("attributes", {}) for one in (before, after))
+    reshaped = {name for name in news if name in olds and olds[name] != news[name]}
+    if changed | reshaped:
+        rewriting = {"is_rewriting": True} if gone or reshaped else {}
+        yield {"type": "types_changed", "types": sorted(changed | reshaped), **rewriting}
 
 
 def _diff_rows(
@@ -264,8 +268,13 @@ def _diff_rows(
             for number in olds.keys() & news.keys()
             if {"since"} <= olds[number].keys() & news[number].keys() and olds[number]["since"] != news[number]["since"]
         ]
-        if altered:
+        if altered or after.get("hides_truncate"):
             yield {"type": "rewritten", "columns": sorted(altered)}
+    # What was proven may have had a column more, which nobody knew of.
+    added = len(set(new_ids.values()) - set(old_ids.values()))
+    is_read = before.get("is_proven") and not after.get("is_proven")
+    if is_read and "natts" in after and after["natts"] - before["natts"] != added:
+        yield {"type": "rewritten", "columns": []}
     if "leaves" in before and "leaves" in after:
         olds, news = before["leaves"], after["leaves"]
         links = [one.get("joined", {}) for one in (before, after)]
@@ -294,8 +303,9 @@ def _diff_rows(
         ]
         if meant[0] != meant[1]:
             yield {"type": "published_changed", "old": rules[0], "new": rules[1]}
-    # Another entry: for a while the table had none, even if nobody looked then.
-    if "member" in before and after.get("member", 0) not in (0, before["member"]):
+    # Another entry, or altered since: for a while the table may have had none, even if nobody looked then.
+    is_altered = after.get("member_since") != before.get("member_since", after.get("member_since"))
+    if "member" in before and after.get("member", 0) != 0 and (is_altered or after["member"] != before["member"]):
         yield {"type": "updates_published"}
 
 

@@ -47,6 +47,7 @@ FIRST_EVENT_TIMEOUT_S = 120.0
 DRAIN_TIMEOUT_S = 30.0
 END_TIMEOUT_S = 60.0
 GRACE_S = 2.0
+LAST_ROUNDS = 3
 SHOWN_FAULTS = 20
 SHOWN_LOG_LINES = 12
 AGAIN = "Start the playground again"
@@ -255,15 +256,18 @@ class _Playground:
         if self._server is not None:
             self._server.kill()
             self._server.__exit__()
-        if self._pipeline is not None:  # its thread is left to itself
+        if self._pipeline is not None:  # its thread is left to itself, but starts nothing more
+            self._pipeline.stop()
             remove_socket(Lock.holder(self._pipeline.state.run_lock) or {})
-        processes = psutil.Process().children(recursive=True)  # Spark's JVM and its workers, and the capture
-        for process in processes:
-            with contextlib.suppress(psutil.Error):
-                process.terminate()
-        for process in psutil.wait_procs(processes, GRACE_S)[1]:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
+        # Spark's JVM and its workers, the capture, and what these start in the last moment
+        for _ in range(LAST_ROUNDS):
+            processes = psutil.Process().children(recursive=True)
+            for process in processes:
+                with contextlib.suppress(psutil.Error):
+                    process.terminate()
+            for process in psutil.wait_procs(processes, GRACE_S)[1]:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
 
 
 def say(text: str) -> None:

@@ -57,6 +57,11 @@ class Chains:
         """Whether only Spark can check them."""
         return any(from_spec(one).sql for chain in self.all for one in chain.transforms)
 
+    @property
+    def are_simple(self) -> bool:
+        """Whether the source does all of them, and Spark nothing."""
+        return all(chain.made().is_simple for chain in self.all)
+
     def having(self, specs: Sequence[AdapterSpec], transforms: tuple[Any, ...] | None = None) -> Chains:
         """A copy with other adapters, and other transforms for all."""
         return replace(self, specs=tuple(specs), transforms=self.transforms if transforms is None else transforms)

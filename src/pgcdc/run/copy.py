@@ -31,11 +31,12 @@ from pgcdc.core.position import Position
 from pgcdc.core.relation import Op, Relations
 from pgcdc.core.state import Lock, StateDir, fsync_folder
 from pgcdc.event.edits import parse_chains
-from pgcdc.event.events import block_schema, drop_unwanted, events_of, pack_block
+from pgcdc.event.events import block_schema, columns_for, drop_unwanted, events_of, pack_block, rows_for
 from pgcdc.event.frame import EventOptions, make_frame
 from pgcdc.event.lines import IdSeed
 from pgcdc.postgres.lsn import format_lsn
 from pgcdc.run.copy_source import CopiedTable, Copy, Progress, Say, Wanted, explain_reading, open_copy
+from pgcdc.run.warm import make_archive_beside
 from pgcdc.sink.file import FileOptions
 from pgcdc.sink.runner import Runner
 from pgcdc.sink.spec import AdapterSpec, check_adapters, make_sink
@@ -79,11 +80,12 @@ def copy_to_adapters(
         check_chains(None, chains)
         program = compile_chains(chains)
         spark = None
-        if not isinstance(program, BlockProgram):
+        if type(program) is not BlockProgram:
             check_java()
             say("starting Spark: a transform needs it")
             spark = start_session(wanted.url, "pgcdc snapshot", log_file=state.path / "spark.log")
             stack.callback(stop_within, SPARK_STOP_S, spark)
+            make_archive_beside(say)
             check_chains(spark, chains)
         copy = stack.enter_context(open_copy(wanted, say))
         start = Position.end(copy.lsn)
@@ -220,8 +222,10 @@ class _Copying:
         from pyspark.sql.types import StructType
 
         schema = cast(StructType, StructType.fromDDL(self.program.source_schema()))
-        events = events_of(frame, self.seed, to_arrow_schema(schema, timezone="UTC"), self.options, chains)
-        return self.program.project(self.spark.createDataFrame(pa.Table.from_batches([events]), schema))
+        arrow = to_arrow_schema(schema, timezone="UTC")
+        events = events_of(frame, self.seed, columns_for(arrow, chains), self.options, chains)
+        rows = pa.Table.from_batches(rows_for(arrow, events))
+        return self.program.project(self.spark.createDataFrame(rows, schema))
 
 
 # --- to Parquet
@@ -254,6 +258,7 @@ def copy_to_parquet(
                 spark__sql__parquet__outputTimestampType="TIMESTAMP_MICROS",  # INT96 is read as nanoseconds: up to 2262
             )
             stack.callback(stop_within, SPARK_STOP_S, spark)
+            make_archive_beside(say)
         else:
             options["url"] = wanted.url
         counts = [_write(spark, copy, table, partial, options, progress) for table in copy.tables]

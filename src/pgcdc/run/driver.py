@@ -15,10 +15,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from pgcdc.capture.control import CaptureLink, make_spec
 from pgcdc.capture.server import remove_socket
+from pgcdc.core.compiled import describe_ways
 from pgcdc.core.errors import ConfigError, ConnectionLost, PgcdcError, SinkError, SinkUnavailable, StateError
-from pgcdc.core.position import Position
 from pgcdc.core.state import Lock, StateDir, write_json
 from pgcdc.event.batch import Batch
 from pgcdc.postgres.lsn import format_lsn
@@ -31,26 +33,22 @@ from pgcdc.run.settings import PipelineSettings, view_source
 from pgcdc.run.supervisor import STOP_TIMEOUT_S, Lanes
 from pgcdc.run.table_reloads import TableReloads
 from pgcdc.run.verify.beside import VerifyBeside
+from pgcdc.run.warm import make_archive_beside, warm_up
 from pgcdc.sink.letters.record import DeadLetters
 from pgcdc.sink.spec import AdapterSpec
 from pgcdc.source.protocol import Prepared, make_source
-from pgcdc.source.rate.options import RateOptions
-from pgcdc.source.rate.source import FIRST_COMMIT, MadeUp
 from pgcdc.spark.options import parse_options, write_options
-from pgcdc.spark.session import check_java, check_running, start_session, stop_within, with_settings
+from pgcdc.spark.quick import find_trouble, is_short
+from pgcdc.spark.session import check_java, check_running, end_idle_planners, start_session, stop_within
 from pgcdc.spool.consumers import MAIN
-from pgcdc.spool.writer import SpoolWriter
 from pgcdc.transform.program import compile_chains
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
-
-    from pgcdc.transform.program import Program
+    from pyspark.sql import SparkSession
 
 SPARK_STOP_S = 10.0
 CAPTURE_STOP_S = 3.0
-WARM_BATCHES = 3
-WARM_ROWS = 4  # Of a batch: each kind of change
+PLANNERS_S = 10.0  # Between looks for processes of Spark that nothing needs
 
 Say = Callable[[str], None]
 
@@ -95,6 +93,10 @@ class Driver:
         self._prepared: Prepared | None = None
         self._spark: SparkSession | None = None
         self._owns_spark = False
+        self._is_plain = False
+        """Whether Spark was started to move blocks only, and nobody was told what that means for other transforms."""
+        self._is_short = True
+        """Whether small batches took the shorter ways at the last look."""
         self._adapters: list[Adapter] = []
         self._lanes: Lanes | None = None
         self._table_reloads: TableReloads | None = None
@@ -151,6 +153,8 @@ class Driver:
             "events": lanes.main.events if lanes else 0,
             "position": str(lanes.position) if lanes and lanes.position else None,
             "lanes": lanes.status() if lanes else [],
+            "ways": describe_ways(is_short()),
+            "batch_ms": lanes.main.times.status() if lanes else {},
             **self.reloads.status(),
             **self._letters.status(),
             "last_error": self._last_error or (lanes.last_error if lanes else None),
@@ -248,7 +252,10 @@ class Driver:
         self._owns_spark = check_running(self.config.db)
         os.environ["PGCDC_WATCH_PID"] = str(os.getpid())  # Spark's workers inherit it: the capture ends with us
         log_file = self.state.path / "spark.log"
-        self._spark = start_session(self.config.db, master=self.config.spark_master, log_file=log_file)
+        self._is_plain = self._owns_spark and not self.config.table and self._chains.are_simple
+        self._spark = start_session(
+            self.config.db, master=self.config.spark_master, log_file=log_file, is_plain=self._is_plain
+        )
 
     def _warm_up(self) -> None:
         assert self._spark is not None
@@ -269,9 +276,15 @@ class Driver:
         self._say(f"ready: slot {self._prepared.identity.stream} to {', '.join(self._chains.names)}")
         if self.on_ready is not None:
             self.on_ready()
+        make_archive_beside(self._say)
+        look_due, idle = 0.0, set[psutil.Process]()
         try:
             while not self._stop.is_set():
+                if self._owns_spark and self._spark is not None and time.monotonic() >= look_due:
+                    end_idle_planners(self._spark, idle)
+                    look_due = time.monotonic() + PLANNERS_S
                 ended = self._lanes.step()
+                self._say_ordinary()
                 self.reloads.take(self.reload, self._chains.names)
                 self._phase = "streaming" if self._lanes.main.query is not None else "restarting the query"
                 self._tables.follow()
@@ -291,6 +304,11 @@ class Driver:
             if not self._stop.is_set():
                 raise
 
+    def _say_ordinary(self) -> None:
+        if self._is_short and (trouble := find_trouble()):
+            self._is_short = False
+            self._say(f"small batches take the ordinary, slower way through Spark: {trouble}")
+
     def reload(self, transforms: Sequence[Any], adapters: Own = MappingProxyType({})) -> None:
         """Replace the transforms of all, and by name the adapters' own transforms and routes; the others keep theirs. Each
         adapter switches at a batch boundary, at once. ConfigError: nothing has changed."""
@@ -303,6 +321,11 @@ class Driver:
             note_targets(self.state, chains.by_spec())
             self._running_lanes().reload({spec.name: chain for spec, chain in chains.by_spec()})
             self._chains = chains
+            if self._is_plain and not chains.are_simple:
+                self._is_plain = False
+                self._say(
+                    "Spark was started without its optimising compiler: restart pgcdc to run SQL and Python faster"
+                )
 
         self._running_lanes().ask(change)
 
@@ -367,33 +390,3 @@ class Driver:
             shutil.rmtree(self._temporary, ignore_errors=True)
             if self._prepared is not None:
                 self._prepared.undo()
-
-
-# --- warm up
-
-
-def warm_up(spark: SparkSession, program: Program) -> None:
-    """Run a few micro-batches over a made-up spool with this program, so that the first real one is fast."""
-    with tempfile.TemporaryDirectory(prefix="pgcdc-warm-") as folder:
-        _write_spool(Path(folder) / "spool")
-        reader = spark.readStream.format("pgcdc").schema(program.source_schema()).options(**program.source_options())
-        events = reader.option("_spool", f"{folder}/spool").option("max_batch_rows", str(WARM_ROWS)).load()
-        writer = program.project(events).writeStream.option("checkpointLocation", f"{folder}/checkpoint")
-
-        def collect(batch: DataFrame, _: int) -> None:
-            program.collect(batch, Position.end(0), Position.end(0))
-
-        with with_settings(spark, program.settings()):
-            query = writer.trigger(availableNow=True).foreachBatch(collect).start()
-        query.awaitTermination()
-
-
-def _write_spool(folder: Path) -> None:
-    writer = SpoolWriter(folder, Position.end(FIRST_COMMIT))
-    options = RateOptions(
-        rate_tables=1, rate_transaction_rows=WARM_ROWS, rate_inserts=2, rate_updates=1, rate_deletes=1
-    )
-    changes = MadeUp(options, writer.relations)
-    for commit in range(FIRST_COMMIT + 1, FIRST_COMMIT + 1 + WARM_BATCHES):
-        writer.append(changes.transactions(commit, 1, 0))
-    writer.close()

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, wait
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pgcdc.core.errors import GapError, PgcdcError, StateError
 from pgcdc.core.failpoint import hit
@@ -21,7 +21,9 @@ from pgcdc.core.state import fsync_folder as fsync
 from pgcdc.event.batch import Batch
 from pgcdc.run.member import Member, NotAMember, WriteFuture, may_pass
 from pgcdc.run.roster import Write, WriteState, judge
+from pgcdc.run.times import BatchTimes
 from pgcdc.spark.parallel import LARGE_EVENTS, TIMEOUT_EVENTS, LargeBatch
+from pgcdc.spark.quick import Collector, checkpoint_url
 from pgcdc.spark.session import QueryFailed, headline, with_settings
 from pgcdc.transform.program import Program
 
@@ -40,6 +42,15 @@ class LaneStopped(Exception):
     """Refuses a batch that came after the lane was stopped."""
 
 
+class Planned(NamedTuple):
+    """The next batch, as its source announced it."""
+
+    start: Position
+    end: Position
+    events: int  # About
+    rows: int = 0  # That go to Spark with its plan; 0: its tasks read them
+
+
 class Lane:
     """One query and its members. `committed` says what Spark has committed and every member has made durable."""
 
@@ -54,6 +65,8 @@ class Lane:
         self.boundary = threading.Lock()
         """Held while a batch runs: its holder is between two batches, and may move members."""
         self.moved = threading.Event()  # Set when a batch has ended, however
+        self.ended = threading.Event()  # The same, for who acknowledges
+        self.times = BatchTimes()
         self.on_begin: Callable[[Position], None] = lambda start: None
         """Called with the start of each batch, before `members`."""
         self.on_leave: Callable[[Member, Position, BaseException | None], None] | None = None
@@ -62,8 +75,7 @@ class Lane:
         """Called with the first chain's events of each collected batch, after the members have it."""
         self.large: Callable[..., LargeBatch] | None = None
         """Set before the start: executors then write large batches to the sinks that can."""
-        self.planned: tuple[Position, Position, int] | None = None
-        """The next batch, as its source announced: start, end, and approximate number of events."""
+        self.planned: Planned | None = None
         self.is_stopping = False  # The batch that runs is the last one
         self.is_abandoned = False
         """It gets no batch: its member moved away, and it waits to be stopped. Set by the holder of the boundary."""
@@ -84,10 +96,10 @@ class Lane:
             reader = reader.schema(schema)
         if "table" in options:
             reader = reader.option("_start", str(self.place))
-        writer = (
-            program.project(reader.load())
-            .writeStream.queryName(self.name)
-            .option("checkpointLocation", str(self.checkpoint.folder))
+        frame = program.project(reader.load())
+        self._collector = Collector(frame)
+        writer = frame.writeStream.queryName(self.name).option(
+            "checkpointLocation", checkpoint_url(spark, self.checkpoint.folder)
         )
         trigger = writer.trigger(availableNow=True) if once else writer.trigger(processingTime="0 seconds")
         with with_settings(spark, program.settings()):
@@ -106,7 +118,7 @@ class Lane:
         if batch <= self._acked_batch:
             return None
         position = self.checkpoint.end_of(batch)
-        self.checkpoint.sync(max(self._acked_batch, batch - 2), batch)  # Spark also reads the one before
+        self.checkpoint.sync(max(self._acked_batch + 1, batch - 2), batch)  # Spark also reads the one before
         send(position)
         self._acked_batch = batch
         return position
@@ -136,11 +148,13 @@ class Lane:
                 raise
             finally:
                 self.moved.set()
+                self.ended.set()
 
     def _write(self, blocks: DataFrame, batch_id: int) -> None:
         hit("lane.planned")
+        self.times.mark("called")
         assert self.program is not None
-        start, end, events = self._take_planned(batch_id)
+        start, end, events, rows = self._take_planned(batch_id)
         self.on_begin(start)
         self.last_start = start
         members = self.members()
@@ -154,11 +168,12 @@ class Lane:
         wanted = {member.name: chains.index(member.chain) for member in waiting}
         if waiting:
             collected: list[Batch] = []
-            program = self.program
+            program, quick = self.program, partial(self._collector.to_arrow, rows=rows)
 
             def submit(member: Member) -> WriteFuture:
                 if not collected:
-                    collected.extend(program.collect(blocks, start, end))
+                    collected.extend(program.collect(blocks, start, end, quick))
+                    self.times.mark("collected")
                     hit("lane.collected")
                 return member.submit(self.name, collected[wanted[member.name]])
 
@@ -167,21 +182,23 @@ class Lane:
             futures = {member.name: submit(member) for member in waiting if member not in in_parts}
             futures |= self._submit_large(blocks, start, end, events, in_parts) if in_parts else {}
             self._follow(start, futures, members, submit)
+            self.times.mark("written")
             self.events += len(collected[0]) if collected else events
             if collected and self.on_batch is not None:
                 self.on_batch(collected[0])
         self.checkpoint.note(batch_id, end)
         hit("lane.written")
         self._last_batch, self.next_start = batch_id, end
+        self.times.mark("ended")
 
-    def _take_planned(self, batch_id: int) -> tuple[Position, Position, int]:
+    def _take_planned(self, batch_id: int) -> Planned:
         """The source's announcement of this batch, which begins where the previous one ended."""
         planned, self.planned = self.planned, None
         expected = self.checkpoint.end_of(batch_id - 1)
-        if planned is None or planned[0] != expected:
+        if planned is None or planned.start != expected:
             raise StateError(
                 f"lane {self.name} expects batch {batch_id} to begin at {expected}, its source says "
-                f"{planned[0] if planned else 'nothing'}",
+                f"{planned.start if planned else 'nothing'}",
                 "Restore the whole state directory from one backup, or begin with a new slot: pgcdc resync --new-slot",
             )
         return planned
@@ -268,7 +285,7 @@ def _close_after(batch: LargeBatch, writes: list[WriteFuture], _: object) -> Non
 # --- the checkpoint
 
 KEPT_ENDS = 200  # Ends of batches that a lane remembers: Spark keeps the last 100
-MAX_TAKEN_BACK = 50  # Batches between two acks: there is one every quarter of a second
+MAX_TAKEN_BACK = 50  # Batches between two acks: there is one at the end of nearly every batch
 
 
 class Checkpoint:

@@ -259,10 +259,10 @@ def open_destination(state: StateDir, destination: Destination) -> Iterator[Runn
             check_target(state, spec)
         delivery = Runner(make_sink(spec), acks, spec.name, spec.delivery)
         delivery.chain = lambda: column_chain(destination.chain)
+        stack.callback(delivery.close)
         delivery.check()
         identity = state.identity()
         delivery.open(Position.end(identity.created if identity else 0))
-        stack.callback(delivery.close)
         yield delivery
 
 

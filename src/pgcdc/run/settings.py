@@ -25,6 +25,7 @@ class VerifySettings(Options):
     """`pgcdc verify` beside a running pipeline."""
 
     every: Seconds = setting(0.0, "how often: 6h; 0: never", ge=0)
+    rate: float = setting(0.0, "read at most so many rows a second at the source; 0: no limit", ge=0)
 
 
 class PipelineSettings(
@@ -47,8 +48,9 @@ class PipelineSettings(
         0.0, "Compare the targets with the source this often, as pgcdc verify does; 0: never.", RUNNING, ge=0, example="6h"
     )  # fmt: skip
     verify: VerifySettings = setting(
-        VerifySettings(), "The same as a mapping: {every: 6h}.", RUNNING, flag=None, example="{every: 6h}"
-    )
+        VerifySettings(), "The same as a mapping, with a rate: {every: 6h, rate: 5000}.", RUNNING, flag=None,
+        example="{every: 6h}",
+    )  # fmt: skip
     warm_up: bool = setting(True, "Warm Spark up before saying ready; --once does not.", RUNNING)
 
     @property

@@ -18,7 +18,7 @@ from pgcdc.core.relation import ShapeHistory
 from pgcdc.core.state import StateDir
 from pgcdc.event.batch import Batch
 from pgcdc.postgres.lsn import parse_lsn
-from pgcdc.run.lane import Lane, LaneStopped
+from pgcdc.run.lane import Lane, LaneStopped, Planned
 from pgcdc.run.member import Adapter, Member, may_pass
 from pgcdc.run.progress import Every
 from pgcdc.run.query_watch import QUERY_STOP_S, QueryWatch
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 POLL_S = 0.25
+COMMIT_S = 0.05
+"""From the end of a batch to the look at what Spark has committed. Under load there are no more looks than this allows."""
 READING_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 8.0
 CONSUMERS_INTERVAL_S = 10.0
@@ -164,7 +166,9 @@ class Lanes:
         """The source announces the next batch of a lane: start, end and size; thread-safe."""
         lane = self._moves.lanes.get(batch["lane"])
         if lane is not None:  # else it was abandoned, and runs no batch
-            lane.planned = Position.parse(batch["start"]), Position.parse(batch["end"]), batch["events"]
+            start, end = (Position.parse(batch[name]) for name in ("start", "end"))
+            lane.planned = Planned(start, end, batch["events"], batch["rows"])
+            lane.times.mark("planned")
 
     # --- watch
 
@@ -213,14 +217,11 @@ class Lanes:
             self._moves.let_go_unknown(list(self.link.last_status().get("consumers", {})))
 
     def _wait(self) -> None:
-        query = self.main.query
-        try:
-            if query is not None and query.isActive:
-                query.awaitTermination(POLL_S)  # type: ignore[arg-type]  # seconds; a fraction is fine
-                return
-        except Exception:  # `QueryWatch.look` finds out why
-            return
-        self._is_closed.wait(POLL_S / 5)
+        """Until main's batch has ended, and Spark has had time to commit it."""
+        is_short = self.config.once or self.main.query is None
+        if self.main.ended.wait(POLL_S / 5 if is_short else POLL_S):
+            self.main.ended.clear()
+            self._is_closed.wait(COMMIT_S)
 
     def acknowledge(self) -> None:
         """Every member of a lane has made durable what Spark committed: the capture may confirm it."""

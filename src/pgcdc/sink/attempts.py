@@ -4,6 +4,7 @@ that did not end in time is left alone, and no other one starts before it has en
 from __future__ import annotations
 
 import math
+import queue
 import random
 import threading
 import time
@@ -143,6 +144,15 @@ class Refusal:
     error: SinkRejected | None = None
 
 
+Calls = queue.SimpleQueue[Callable[[], None] | None]
+
+
+def _call(calls: Calls) -> None:
+    while (do := calls.get()) is not None:
+        do()
+        del do  # it has the batch
+
+
 class Attempts:
     """The calls of one sink. `stop` ends every wait at once, from any thread."""
 
@@ -170,6 +180,9 @@ class Attempts:
         self.is_calling = False  # The sink is inside a call, maybe an abandoned one
         self._is_stopped = False
         self._outcome: BaseException | None = None  # How the last call ended
+        self._caller: Calls | None = (
+            None  # What the thread of the calls takes; one at a time, so that one thread is enough
+        )
         self.failing: BaseException | None = None  # The last try's error, while another one is to come
         self._cause = ""  # The sink's last counted failure
         self._say = say
@@ -191,6 +204,14 @@ class Attempts:
         with self.condition:
             self._is_stopped = True
             self.condition.notify_all()
+        self.rest()
+
+    def rest(self) -> None:
+        """End the thread of the calls, behind the one that runs. Another call gets another thread."""
+        with self.condition:
+            caller, self._caller = self._caller, None
+        if caller is not None:
+            caller.put(None)
 
     @contextmanager
     def taken(self) -> Iterator[None]:
@@ -294,8 +315,11 @@ class Attempts:
 
         with self.condition:
             self.is_calling = True
-            # A daemon: a call that hangs forever must not keep the process from ending.
-            threading.Thread(target=run, name=f"write-{self.name}", daemon=True).start()
+            if self._caller is None:
+                self._caller = queue.SimpleQueue()
+                # A daemon: a call that hangs forever must not keep the process from ending.
+                threading.Thread(target=_call, args=(self._caller,), name=f"write-{self.name}", daemon=True).start()
+            self._caller.put(run)
             if self.clock.wait(self.condition, lambda: not self.is_calling, timeout_s):
                 outcome, self._outcome = self._outcome, None
                 return outcome

@@ -9,6 +9,7 @@ addressed rows in it, so a replay does the same.
 from __future__ import annotations
 
 import secrets
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -19,8 +20,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pgcdc.core.position import Position
+from pgcdc.core.relation import ShapeHistory
 from pgcdc.event.audience import Audience, Letter
 from pgcdc.event.batch import Batch
+from pgcdc.postgres.database import name_table
 
 if TYPE_CHECKING:
     from pgcdc.sink.contract import Progress
@@ -47,6 +50,25 @@ def parse_holds(raw: Mapping[str, Any]) -> dict[int, Hold]:
 
 def dump_holds(holds: Mapping[int, Hold]) -> dict[str, Any]:
     return {str(oid): asdict(one) for oid, one in holds.items()}
+
+
+def find_misnamed(batch: Batch, shapes: ShapeHistory) -> dict[int, tuple[str, str]]:
+    """Tables (as in ReloadNeeded) with changes under a name that another table has by then. The server does not say that a
+    partitioned table was renamed, before our next look at the catalog does."""
+    shapes.refresh()
+    found: dict[int, tuple[str, str]] = {}
+    for number, shape in batch.shapes.items():
+        table = shape.relation
+        if not shapes.is_shared(table):
+            continue
+        mine = batch.positions().filter(pc.equal(batch.events.column("relation"), number)).to_pylist()
+        places = [one for one in map(Position.parse, mine) if not one.is_snapshot]  # what was read has the name of then
+        ends = [*(change.position for change in shapes.of(table.namespace, table.name)), batch.end]
+        lasts = {bisect_right(places, end) for end in ends} - {0}  # the last ones before the name has another owner
+        if any(shapes.is_misnamed(table, places[one - 1]) for one in lasts):
+            name = name_table(table.namespace, table.name)
+            found[table.oid] = (name, "another table has its name, and its own new one was not told")
+    return found
 
 
 class Holds:

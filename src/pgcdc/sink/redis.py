@@ -28,6 +28,7 @@ from pgcdc.event.changes import check_keys, key_columns, keyed_changes, parts_of
 from pgcdc.event.follow import behind, follow_shape
 from pgcdc.event.forms import Form
 from pgcdc.event.shape import TableShape
+from pgcdc.postgres.database import name_table
 from pgcdc.sink.contract import Sink, SinkContext, explained
 from pgcdc.sink.row_store import RowStore
 from pgcdc.sink.spec import SourceView, UrlOptions
@@ -182,8 +183,10 @@ class RedisSink(Sink):
             if not self._is_sync or is_ours:
                 self._clear(self._prefix(old), str(change.position))
             if self._is_sync:
-                table = change.after.channel.partition(":")[2]
-                needed[change.after.oid] = (table, reason or "its name, key or columns were changed")
+                needed[after.oid] = (
+                    name_table(after.namespace, after.name),
+                    reason or "its name, key or columns were changed",
+                )
         if needed:
             raise ReloadNeeded(tables=needed)
 

@@ -40,7 +40,7 @@ from pgcdc.event.changes import read_changes
 from pgcdc.event.edits import SimpleChain
 from pgcdc.sink.attempts import Attempts, Clock, DeliveryHooks, Refusal
 from pgcdc.sink.contract import Progress, Sink, SinkContext
-from pgcdc.sink.holds import Hold, Holds, new_hold
+from pgcdc.sink.holds import Hold, Holds, find_misnamed, new_hold
 from pgcdc.sink.letters.delivery import SetAside
 from pgcdc.sink.letters.record import DeadLetters
 from pgcdc.sink.spec import DeliveryOptions
@@ -196,6 +196,7 @@ class Runner:
 
     def close(self) -> None:
         """Close the sink, unless a write still runs: nothing is lost if it is never closed."""
+        self.attempts.rest()
         if not self.attempts.is_calling:
             self.sink.close()
 
@@ -302,6 +303,8 @@ class Runner:
         """Have the sink write a batch, without tables that it cannot follow; returns what was written."""
         while True:
             try:
+                if self.progress.is_keyed and (misnamed := find_misnamed(batch, self._shapes)):
+                    raise ReloadNeeded(tables=misnamed)
                 with self._using_sink():
                     self.sink.write(batch)
                 return batch

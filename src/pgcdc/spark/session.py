@@ -4,6 +4,7 @@ docs/decisions). Your own session works as well: `register` is all it needs."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import shutil
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -22,6 +24,7 @@ import psutil
 from pgcdc.core.errors import ConfigError, PgcdcError, Policy, SinkUnavailable
 from pgcdc.core.secrets import hide
 from pgcdc.core.state import open_log
+from pgcdc.spark.archive import ClassArchive, folders, say_once
 
 if TYPE_CHECKING:
     from pyspark.conf import SparkConf
@@ -30,14 +33,18 @@ if TYPE_CHECKING:
 
 MINIMUM_JAVA = 17
 END_TIMEOUT_S = 3.0
+PLANNER_AGE_S = 60.0  # Of a daemon that may end: far more than it takes to start
 _LATE_C2 = (
     "-XX:+IgnoreUnrecognizedVMOptions -XX:Tier4InvocationThreshold=250000 -XX:Tier4MinInvocationThreshold=30000 "
     "-XX:Tier4CompileThreshold=750000 -XX:Tier4BackEdgeThreshold=2000000"
 )
 """C2 took a third of all CPU on code that Spark runs a few thousand times; only hot code is worth it (decision 0020)."""
+_ONLY_C1 = "-XX:TieredStopAtLevel=1"
+"""Code that waits for C2 counts its calls and branches, which costs a fifth of a small batch's time."""
 
 
-def settings() -> dict[str, str]:
+def settings(*, is_plain: bool = False) -> dict[str, str]:
+    """`is_plain`: Spark only moves blocks of events, and computes nothing."""
     log4j = Path(__file__).with_name("log4j2.properties").absolute().as_uri()
     return {
         # Hadoop's local file system forks a process for every checkpoint file; the raw one does not
@@ -46,7 +53,7 @@ def settings() -> dict[str, str]:
         "spark.hadoop.fs.file.impl": "org.apache.hadoop.fs.RawLocalFileSystem",
         "spark.sql.streaming.checkpoint.fileChecksum.enabled": "false",
         "spark.driver.extraJavaOptions": "-Djdk.lang.Process.launchMechanism=VFORK "
-        f"-Dlog4j2.configurationFile={log4j} -XX:+UseSerialGC {_LATE_C2} "
+        f"-Dlog4j2.configurationFile={log4j} -XX:+UseSerialGC {_ONLY_C1 if is_plain else _LATE_C2} "
         # A query stopped inside foreachBatch has its Java stack trace matched by a recursive pattern of Spark's
         "-Xss16m",
         "spark.sql.streaming.pollingDelay": "1ms",
@@ -61,6 +68,7 @@ def settings() -> dict[str, str]:
         "spark.locality.wait": "0s",
         "spark.sql.session.timeZone": "UTC",
         "spark.sql.execution.arrow.maxRecordsPerBatch": "100000",
+        "spark.task.maxDirectResultSize": "16m",  # larger results go through the block manager and a socket
         "spark.driver.host": "127.0.0.1",
         "spark.driver.bindAddress": "127.0.0.1",
         "spark.driver.memory": "2g",
@@ -68,8 +76,8 @@ def settings() -> dict[str, str]:
     }
 
 
-def check_java() -> None:
-    """Raise ConfigError unless Java 17 or newer is installed: Spark needs it."""
+def check_java() -> str:
+    """What Java says of itself. Raises ConfigError unless 17 or newer is installed: Spark needs it."""
     home = os.environ.get("JAVA_HOME")
     java = str(Path(home) / "bin" / "java") if home else shutil.which("java")
     advice = (
@@ -79,13 +87,19 @@ def check_java() -> None:
         where = f"in JAVA_HOME ({home})" if home else "on the PATH"
         raise ConfigError(f"Spark needs Java {MINIMUM_JAVA} or newer, and there is no java {where}", advice)
     try:
-        answer = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=30, check=False).stderr
+        answer = _ask_version(java)
     except OSError as error:
         raise ConfigError(f"{java} does not run: {error.strerror}", advice) from error
     found = re.search(r'version "(?:1\.)?(\d+)', answer)
     if not found or int(found.group(1)) < MINIMUM_JAVA:
         version = found.group(1) if found else "unknown"
         raise ConfigError(f"Spark needs Java {MINIMUM_JAVA} or newer, and {java} is version {version}", advice)
+    return answer
+
+
+@functools.cache  # a start asks several times
+def _ask_version(java: str) -> str:
+    return subprocess.run([java, "-version"], capture_output=True, text=True, timeout=30, check=False).stderr
 
 
 def check_running(url: str) -> bool:
@@ -116,6 +130,28 @@ def stop_within(timeout_s: float, what: SparkSession | StreamingQuery) -> None:
     thread.join(timeout_s)
 
 
+def end_idle_planners(spark: SparkSession, seen: set[psutil.Process]) -> int:
+    """End the Python daemons with which Spark plans queries, 34 MB each; returns how many. Spark starts them again for its
+    next query. Only those without workers at this look and the last one (`seen`), and never young ones: a query waits for a
+    daemon that starts, which has no workers either."""
+    jvm = getattr(spark.sparkContext._gateway, "proc", None)
+    idle: set[psutil.Process] = set()
+    with contextlib.suppress(psutil.Error):
+        for one in psutil.Process(jvm.pid).children() if jvm is not None else []:
+            with contextlib.suppress(psutil.Error):
+                *_, module, kind = ["", *one.cmdline()]
+                is_planner = module == "pyspark.daemon" and kind.startswith("pyspark.sql.worker.")
+                if is_planner and time.time() - one.create_time() > PLANNER_AGE_S and not one.children():
+                    idle.add(one)
+    ending = idle & seen
+    seen.clear()
+    seen |= idle - ending
+    for one in ending:
+        with contextlib.suppress(psutil.Error):
+            one.terminate()
+    return len(ending)
+
+
 def register(spark: SparkSession) -> None:
     """Make `format("pgcdc")` known to a Spark session."""
     from pgcdc.spark.source import ChangeSource
@@ -134,12 +170,18 @@ def start_session(url: str, app_name: str = "pgcdc", **how: Any) -> SparkSession
 
 
 def session(
-    app_name: str = "pgcdc", *, master: str | None = None, log_file: Path | None = None, **extra: str
+    app_name: str = "pgcdc",
+    *,
+    master: str | None = None,
+    log_file: Path | None = None,
+    is_plain: bool = False,
+    **extra: str,
 ) -> SparkSession:
     """A Spark session with the low-latency settings and `format("pgcdc")` registered: local, or on the cluster of `master`.
     `extra` are more settings, with dots as double underscores: `session(spark__ui__enabled="true")`. With `log_file` the JVM
-    writes there instead of to our standard error, and signals of the terminal do not reach it."""
-    check_java()
+    writes there instead of to our standard error, and signals of the terminal do not reach it. `is_plain`: Spark computes
+    nothing, so that the JVM's optimising compiler would not pay."""
+    archive = find_archive()
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
     is_here = _is_here(master)
@@ -149,25 +191,35 @@ def session(
     from pyspark.core.context import SparkContext
     from pyspark.sql import SparkSession
 
-    if "SPARK_HOME" not in os.environ:
-        os.environ["SPARK_HOME"] = str(_unzipped_home())
     warehouse = Path(tempfile.gettempdir()) / f"pgcdc-warehouse-{os.getpid()}"
     conf = SparkConf().setAppName(app_name).setMaster(master or "local[2,3]")
     conf.set("spark.sql.warehouse.dir", str(warehouse))
-    ours = settings()
+    ours = settings(is_plain=is_plain)
+    mapped = archive.options(say_once) if archive is not None else ""
+    ours["spark.driver.extraJavaOptions"] += mapped
     if not is_here:  # executors on other hosts must reach the driver: Spark knows its name
         del ours["spark.driver.host"], ours["spark.driver.bindAddress"]
     conf.setAll([*ours.items(), *((key.replace("__", "."), value) for key, value in extra.items())])
-    before = {process.pid for process in _children()}
+    before, has_jvm = {process.pid for process in _children()}, SparkContext._gateway is not None
     try:
-        if log_file is not None and SparkContext._gateway is None:
+        if log_file is not None and not has_jvm:
             _launch_quietly(conf, log_file)
         spark = SparkSession.builder.config(conf=conf).getOrCreate()
         register(spark)
     except BaseException:  # also on a signal: nobody else knows the JVM while it starts
         _end_launched(before)
         raise
+    if archive is not None and mapped and not has_jvm and (jvm := getattr(SparkContext._gateway, "proc", None)):
+        archive.check_used(jvm.pid, say_once)
     return spark
+
+
+def find_archive() -> ClassArchive | None:
+    """The archive of classes for the Spark and Java that `session` uses. None: switched off."""
+    java = check_java()
+    if "SPARK_HOME" not in os.environ:
+        os.environ["SPARK_HOME"] = str(_unzipped_home())
+    return ClassArchive.of(java, Path(os.environ["SPARK_HOME"]) / "jars")
 
 
 def _is_here(master: str | None) -> bool:
@@ -204,23 +256,20 @@ def _unzipped_home() -> Path:
     import pyspark
 
     package = Path(pyspark.__file__).parent
-    home = Path(tempfile.gettempdir()) / f"pgcdc-spark-{os.getuid()}-{zlib.crc32(str(package).encode()):08x}"
-    library = home / "python" / "lib"
-    try:
-        home.mkdir(mode=0o700, exist_ok=True)
-        if home.stat().st_uid != os.getuid() or home.is_symlink():
-            return package
-        (library / "pyspark.zip").mkdir(parents=True, exist_ok=True)
-        for link, target in {
-            library / "pyspark.zip" / "pyspark": package,
-            **{library / file.name: file for file in (package / "python" / "lib").glob("py4j*.zip")},
-            **{home / name: package / name for name in ("bin", "jars", "sbin")},
-        }.items():
-            if not link.is_symlink():
-                link.symlink_to(target)
-    except OSError:
-        return package
-    return home
+    for base in folders():  # the archive of classes is for this path
+        home = base / f"pgcdc-spark-{zlib.crc32(str(package).encode()):08x}"
+        library = home / "python" / "lib"
+        with contextlib.suppress(OSError):
+            (library / "pyspark.zip").mkdir(parents=True, exist_ok=True)
+            for link, target in {
+                library / "pyspark.zip" / "pyspark": package,
+                **{library / file.name: file for file in (package / "python" / "lib").glob("py4j*.zip")},
+                **{home / name: package / name for name in ("bin", "jars", "sbin")},
+            }.items():
+                if not link.is_symlink():
+                    link.symlink_to(target)
+            return home
+    return package
 
 
 def _launch_quietly(conf: SparkConf, log_file: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPartition
+from pyspark.sql.datasource import DataSource, InputPartition
 from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.streaming.datasource import ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 from pyspark.sql.types import StructType
@@ -24,13 +24,14 @@ from pgcdc.core.position import Position
 from pgcdc.core.relation import Relation, ShapeChange
 from pgcdc.event.columns import EVENT_COLUMNS, EVENT_SCHEMA, KEY_COLUMNS, SHAPE_COLUMNS, TEXT_COLUMNS
 from pgcdc.event.edits import parse_chains, without_hidden
-from pgcdc.event.events import block_schema, drop_unwanted, event_batch, pack_block
+from pgcdc.event.events import columns_for, drop_unwanted, event_batch, rows_for
 from pgcdc.event.forms import form_of
 from pgcdc.event.lines import IdSeed
-from pgcdc.event.shape import Described
+from pgcdc.event.shape import Described, diff_shapes
 from pgcdc.postgres.lsn import format_lsn
 from pgcdc.spark.capture_client import Feed, StaticFeed
 from pgcdc.spark.options import StreamOptions, check_kind, parse_options
+from pgcdc.spark.quick import PREFETCH_BYTES, StreamReader
 from pgcdc.spool.reader import SegmentSlice, plan_end
 
 if TYPE_CHECKING:
@@ -156,7 +157,7 @@ class ChangePartition(InputPartition):
     described: Described = Described()  # noqa: RUF009 - frozen
 
 
-class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
+class ChangeReader(StreamReader, SupportsTriggerAvailableNow):
     """Serves sealed segments."""
 
     def __init__(self, options: StreamOptions, schema: StructType) -> None:
@@ -221,9 +222,15 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         feed = self._open()
         begin, stop = Position.from_offset(start), Position.from_offset(end)
         self._wait_for(feed, stop)
-        slices = feed.spool.slices(begin, stop)
-        plan = self._plan(feed, begin, stop)
-        self._announce(feed, begin, stop)
+        found, rows = self._divide(feed, start, end), 0
+        if len(found) == 1 and sum(piece.written[0] for piece in found[0].slices) <= PREFETCH_BYTES:
+            rows = self.prefetch(start, end, self._batches(found[0]))
+        self._announce(feed, begin, stop, rows)
+        return found
+
+    def _divide(self, feed: Feed, start: dict[str, Any], end: dict[str, Any]) -> list[ChangePartition]:
+        begin, stop = Position.from_offset(start), Position.from_offset(end)
+        slices, plan = feed.spool.slices(begin, stop), self._plan(feed, begin, stop)
         return [replace(plan, slices=group) for group in group_slices(slices, PARTITION_BYTES)]
 
     def _plan(self, feed: Feed, begin: Position, stop: Position) -> ChangePartition:
@@ -231,14 +238,15 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         changes, described = self._schema_changes(feed, begin, stop), self._describe(feed, relations, stop)
         return ChangePartition(feed.seed, socket.gethostname(), [], relations, changes, described)
 
-    def _announce(self, feed: Feed, begin: Position, stop: Position) -> None:
-        """Tell the run the start, end and approximate event count of the batch that Spark is about to run."""
+    def _announce(self, feed: Feed, begin: Position, stop: Position, rows: int) -> None:
+        """Tell the run the start, end and approximate event count of the batch that Spark is about to run, and how many rows
+        go with its plan."""
         if not self._options.run:
             return
         if self._run is None:
             self._run = Channel(self._options.run)
         whole = itertools.takewhile(lambda record: record.end <= stop, feed.spool.after(begin))
-        batch = {"lane": self._options.consumer, "start": str(begin), "end": str(stop)}
+        batch = {"lane": self._options.consumer, "start": str(begin), "end": str(stop), "rows": rows}
         self._run.request({"do": "plan", **batch, "events": sum(record.rows for record in whole)})
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
@@ -246,11 +254,9 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         yield from self._batches(partition)
 
     def _batches(self, partition: ChangePartition) -> Iterator[pa.RecordBatch]:
-        name = self._schema.fieldNames()[0]
-        in_blocks = name in ("block", "keyed_block")
         chains = parse_chains(self._options.chains)
-        contents = block_schema(chains, keyed=name == "keyed_block")
-        schema = contents if in_blocks else to_arrow_schema(self._schema, timezone="UTC")
+        schema = to_arrow_schema(self._schema, timezone="UTC")
+        columns = columns_for(schema, chains)
         options = replace(self._options.events, described=partition.described, addressed=bool(self._options.run))
         for pieces in group_slices(partition.slices, RECORD_BATCH_BYTES):
             with self._readable(partition, pieces):
@@ -258,7 +264,7 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                     pieces,
                     partition.relations,
                     partition.seed,
-                    schema,
+                    columns,
                     options,
                     partition.schema_changes,
                     chains,
@@ -266,7 +272,7 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             if batch is not None and chains:
                 batch = drop_unwanted(batch)
             if batch is not None and batch.num_rows:
-                yield from pack_block(batch, name) if in_blocks else [batch]
+                yield from rows_for(schema, batch)
 
     def _limit(self, feed: Feed, begin: Position, end: Position) -> Position:
         """The furthest end of a batch that could go up to `end`."""
@@ -314,7 +320,9 @@ class ChangeReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             return []
         feed.shapes.refresh()
         chains = parse_chains(self._options.chains)
-        changes = (change for change in feed.shapes.between(begin, stop) if change.before is not None)
+        changes = (
+            change for change in feed.shapes.between(begin, stop) if change.before is not None and diff_shapes(change)
+        )
         return [without_hidden(change, chains) for change in changes]
 
     def _describe(self, feed: Feed, relations: list[Relation], stop: Position) -> Described:

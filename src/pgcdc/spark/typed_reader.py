@@ -5,13 +5,12 @@ from __future__ import annotations
 import socket
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from pyspark.sql.datasource import InputPartition
 from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.streaming.datasource import ReadLimit
 from pyspark.sql.types import StructType
@@ -128,11 +127,11 @@ class TypedReader(ChangeReader):
 
     # --- tasks
 
-    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
-        found = list(super().partitions(start, end))
+    def _divide(self, feed: Feed, start: dict[str, Any], end: dict[str, Any]) -> list[ChangePartition]:
+        found = super()._divide(feed, start, end)
         if end.get("time", 0) > start.get("time", 0):
             stop = Position.from_offset(end)
-            last = found.pop() if found else self._plan(self._open(), stop, stop)
+            last = found.pop() if found else self._plan(feed, stop, stop)
             assert isinstance(last, TypedPartition)
             found.append(replace(last, heartbeat=(stop, int(end["time"]))))
         return found

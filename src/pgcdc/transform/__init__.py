@@ -50,7 +50,7 @@ def check_specs(spark: SparkSession | None, specs: Sequence[Any]) -> None:
         except ConfigError as error:
             raise ConfigError(f"transform {number}: {error.message}", error.advice) from error
         if spark is not None:
-            from pgcdc.transform.steps import check_sql
+            from pgcdc.transform.expressions import check_sql
 
             check_sql(spark, f"transform {number} ({made.type})", made)
 

@@ -1,22 +1,22 @@
 """What a lane asks of Spark for its sinks: every batch is read and collected once, whatever its sinks want of it.
 
 `compile_chains` chooses the cheapest way. If all transforms are simple, the source does them and events travel in blocks
-(`BlockProgram`). Else Spark gets the events' columns for what only Spark can do (`ColumnProgram`): the source does the steps
-before that, and this module those behind it, with the same code.
+(`BlockProgram`). For conditions in SQL they still do, and Spark gets beside them what the conditions read (`AskProgram`).
+Else Spark gets the events' columns for what only Spark can do (`ColumnProgram`): the source does the steps before that, and
+this module those behind it, with the same code.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from pgcdc.core.errors import PgcdcError, TransformError
 from pgcdc.core.position import Position
 from pgcdc.event.batch import Batch, split_forms
 from pgcdc.event.columns import CHANGEABLE, EVENT_COLUMNS, KEY_COLUMNS, SHAPE_COLUMNS, ColumnReader
@@ -24,6 +24,7 @@ from pgcdc.event.edits import SimpleChain, dump_chains
 from pgcdc.event.events import BLOCKS, KEYED_BLOCKS, LINES, block_schema, events_of, pack_block, unpack_blocks
 from pgcdc.event.forms import Form, event_column, form_column
 from pgcdc.event.frame import EventOptions
+from pgcdc.transform.failures import explain_failure
 from pgcdc.transform.specs import Chain, Transform
 
 if TYPE_CHECKING:
@@ -38,6 +39,13 @@ _ROW_OPTIONS = {
 }
 
 
+ToArrow = Callable[["DataFrame"], pa.Table]
+
+
+def _to_arrow(batch: DataFrame) -> pa.Table:
+    return batch.toArrow()
+
+
 def compile_chains(chains: Sequence[Chain], *, transaction: bool = False, keyed: bool = False) -> Program:
     """The cheapest way to all these chains. `transaction`: events name their transaction (`--tx-metadata`). `keyed`: also
     read which events must stay in order, for executors that write (`stream.parallel`). Raises ConfigError for an invalid
@@ -47,7 +55,8 @@ def compile_chains(chains: Sequence[Chain], *, transaction: bool = False, keyed:
     for one in made:
         if one not in distinct:
             distinct.append(one)
-    kind = BlockProgram if all(one.is_simple for one in distinct) else ColumnProgram
+    is_simple, asks = all(one.is_simple for one in distinct), all(one.only_asks for one in distinct)
+    kind = BlockProgram if is_simple else AskProgram if asks else ColumnProgram
     return kind(tuple(chains), tuple(distinct), tuple(map(distinct.index, made)), transaction, keyed)
 
 
@@ -88,9 +97,21 @@ class Program:
         """A batch behind `project` as KEYED_BLOCKS with this column of lines, made by the executors."""
         return batch
 
-    def collect(self, batch: DataFrame, start: Position, end: Position) -> list[Batch]:
-        """Each chain's events of (start, end] in its form, from a DataFrame behind `project`. Runs one Spark job.
-        TransformError: a transform fails for an event."""
+    def collect(self, batch: DataFrame, start: Position, end: Position, to_arrow: ToArrow | None = None) -> list[Batch]:
+        """Each chain's events of (start, end] in its form, from a DataFrame behind `project`. Runs one Spark job, or what
+        `to_arrow` does instead. TransformError: a transform fails for an event."""
+        from pyspark.errors import PySparkException
+
+        try:
+            collected = (to_arrow or _to_arrow)(batch)
+        except PySparkException as error:
+            found = self.explain(batch, error)
+            if found is error:
+                raise
+            raise found from error
+        return self._split(collected, start, end)
+
+    def _split(self, collected: pa.Table, start: Position, end: Position) -> list[Batch]:
         raise NotImplementedError
 
     def explain(self, batch: DataFrame, error: Exception) -> Exception:
@@ -107,7 +128,7 @@ class BlockProgram(Program):
         if is_plain and all(one.form == "lines" for one in self.chains):
             return ()
         return tuple(
-            SimpleChain(one.routes, tuple(step.step for step in one.transforms), tuple(self.forms(number)))
+            SimpleChain(one.routes, _simple_steps(one.transforms), tuple(self.forms(number)))
             for number, one in enumerate(self.distinct)
         )
 
@@ -121,14 +142,109 @@ class BlockProgram(Program):
         return super().line_column(chain) if self._pushed else "line"
 
     def settings(self) -> dict[str, str]:
-        return {_RECORDS: "1"}  # one block at a time through the JVM
+        # One block at a time through the JVM. There is nothing to compute there: code for it is compiled in vain.
+        return {_RECORDS: "1", "spark.sql.codegen.wholeStage": "false"}
 
-    def collect(self, batch: DataFrame, start: Position, end: Position) -> list[Batch]:
-        events, beside = unpack_blocks(batch.toArrow(), self._pushed)
+    def _split(self, collected: pa.Table, start: Position, end: Position) -> list[Batch]:
+        events, beside = unpack_blocks(collected, self._pushed)
         if not self._pushed:
             return [Batch(start, end, events)] * len(self.chains)
         wanted = [(number, chain.form) for number, chain in zip(self.of_chain, self.chains, strict=True)]
         return split_forms(Batch(start, end, events, transaction=self.transaction), wanted, beside)
+
+
+def _simple_steps(transforms: Iterable[Transform]) -> tuple[dict[str, Any], ...]:
+    return tuple(one.step for one in transforms if one.is_simple)
+
+
+class AskProgram(BlockProgram):
+    """The source does everything but conditions in SQL. Behind each block Spark gets a row for each of its events, with what
+    the conditions read and nothing else, and says whether the event is kept."""
+
+    @cached_property
+    def _asks(self) -> list[tuple[int, Transform, SimpleChain]]:
+        """Each condition with its distinct chain, and what it reads: of the event as the steps before leave it."""
+        from pgcdc.transform.expressions import find_read
+
+        found = []
+        for number, chain in enumerate(self.distinct):
+            for place, one in enumerate(chain.transforms):
+                if not one.is_simple:
+                    columns, values = find_read(one.sql)
+                    columns |= {"table", "row", *(["operation"] if one.step["operations"] else [])}  # for `filtered`
+                    steps = _simple_steps(step for step in chain.transforms[:place] if not step.is_envelope)
+                    if values is not None:
+                        steps = (*steps, {"type": "keep_columns", "columns": values})
+                    asked = tuple(name for name in EVENT_COLUMNS if name in columns)
+                    found.append((number, one, SimpleChain(chain.routes, steps, (), asked=asked)))
+        return found
+
+    @cached_property
+    def _asking(self) -> list[SimpleChain]:
+        """The same without repetitions: adapters may share conditions."""
+        asking = [one for _, _, one in self._asks]
+        return [one for place, one in enumerate(asking) if one not in asking[:place]]
+
+    def _column(self, asking: SimpleChain) -> str:
+        return event_column(len(self._pushed) + self._asking.index(asking))
+
+    def source_options(self) -> dict[str, str]:
+        return {"_chains": dump_chains([*self._pushed, *self._asking])}
+
+    def source_schema(self) -> str:
+        columns = ["lsn BIGINT", "ordinal BIGINT"]  # for the position of one that fails
+        for asking in self._asking:
+            fields = ",".join(f"`{name}`:{EVENT_COLUMNS[name]}" for name in asking.asked)
+            columns.append(f"`{self._column(asking)}` struct<{fields}>")
+        return ", ".join([super().source_schema(), *columns])
+
+    def settings(self) -> dict[str, str]:
+        return Program.settings(self)
+
+    def project(self, events: DataFrame) -> DataFrame:
+        from pyspark.sql import functions as F
+
+        from pgcdc.transform.steps import KEEP
+
+        frame = events.withColumnsRenamed({"lsn": "_lsn", "ordinal": "_ordinal"})
+        for number, one, asking in self._asks:
+            kept, event = f"_kept_{number}", self._column(asking)
+            is_asked = F.col(event).isNotNull() & (F.col(kept) if kept in frame.columns else F.lit(True))
+            asked = one(frame.select("*", f"{event}.*").withColumn(KEEP, is_asked))
+            frame = asked.select(*(name for name in frame.columns if name != kept), F.col(KEEP).alias(kept))
+        return frame.drop(*map(self._column, self._asking))
+
+    def _open(self, collected: pa.Table) -> tuple[pa.Table, list[dict[bytes, bytes]], dict[int, pa.ChunkedArray]]:
+        """The events of blocks, what is beside them, and which of them each distinct chain keeps."""
+        is_block = collected.column(0).is_valid()
+        blocks = collected.select([0, 1]).filter(is_block)
+        kept = {number: collected.column(f"_kept_{number}").filter(pc.invert(is_block)) for number, _, _ in self._asks}
+        return *unpack_blocks(blocks, self._pushed, keyed=self.keyed), kept
+
+    def _split(self, collected: pa.Table, start: Position, end: Position) -> list[Batch]:
+        events, beside, kept = self._open(collected)
+        wanted = [(number, chain.form) for number, chain in zip(self.of_chain, self.chains, strict=True)]
+        return split_forms(Batch(start, end, events, transaction=self.transaction), wanted, beside, kept)
+
+    def keyed_blocks(self, batch: DataFrame, column: str) -> DataFrame:
+        from pgcdc.transform.steps import map_in_arrow
+
+        number = next(number for number in range(len(self.distinct)) if form_column(number) == column)
+
+        def pack(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+            rows = list(batches)  # of one task
+            if rows:
+                events, _, kept = self._open(pa.Table.from_batches(rows))
+                wanted = events.column(column).is_valid()
+                wanted = pc.and_(wanted, kept[number]) if number in kept else wanted
+                for part in events.select(["position", column, "key_hash", "is_barrier"]).filter(wanted).to_batches():
+                    yield from pack_block(part, "keyed_block")
+
+        return map_in_arrow(batch, pack, pa.schema([("keyed_block", pa.binary()), ("is_last", pa.bool_())]))
+
+    def explain(self, batch: DataFrame, error: Exception) -> Exception:
+        events = batch.where(batch["_lsn"].isNotNull()).withColumn("position", typed_position())
+        return explain_failure(events, error, self.distinct)
 
 
 class ColumnProgram(Program):
@@ -194,13 +310,7 @@ class ColumnProgram(Program):
 
         return map_in_arrow(batch, pack, pa.schema([("keyed_block", pa.binary()), ("is_last", pa.bool_())]))
 
-    def collect(self, batch: DataFrame, start: Position, end: Position) -> list[Batch]:
-        from pyspark.errors import PySparkException
-
-        try:
-            collected = batch.toArrow()
-        except PySparkException as error:
-            raise self.explain(batch, error) from error
+    def _split(self, collected: pa.Table, start: Position, end: Position) -> list[Batch]:
         found: dict[tuple[int, Form], Batch] = {}
         for number in range(len(self.distinct)):
             forms = self.forms(number)
@@ -228,7 +338,7 @@ class ColumnProgram(Program):
                 yield events_of(frame, None, schema, EventOptions(self.transaction), [chain], given)
 
     def explain(self, batch: DataFrame, error: Exception) -> Exception:
-        return _explain_failure(batch, error, self.distinct)
+        return explain_failure(batch, error, self.distinct)
 
 
 _FIXED = {*EVENT_COLUMNS, "table_ordinal", "key_hash", "is_barrier"} - set(CHANGEABLE)
@@ -246,8 +356,8 @@ class TypedProgram(Program):
     def line_column(self, chain: Chain) -> str:
         return "line"
 
-    def collect(self, batch: DataFrame, start: Position, end: Position) -> list[Batch]:
-        return [Batch(start, end, batch.toArrow().cast(LINES))]
+    def _split(self, collected: pa.Table, start: Position, end: Position) -> list[Batch]:
+        return [Batch(start, end, collected.cast(LINES))]
 
 
 def typed_position() -> Column:
@@ -255,57 +365,3 @@ def typed_position() -> Column:
     from pyspark.sql import functions as F
 
     return F.concat(F.lpad(F.hex("_lsn"), 16, "0"), F.lit("/"), F.lpad(F.hex("_ordinal"), 13, "0"))
-
-
-def _explain_failure(batch: DataFrame, error: Exception, chains: Sequence[Chain]) -> Exception:
-    """The transform that failed in a job over a batch, if one did; else the same error."""
-    text = str(error)
-    ours = re.search(r"pgcdc\.core\.errors\.(\w+): ([^\n]*)", text)
-    if ours is not None:
-        return PgcdcError.from_json({"kind": ours[1], "message": ours[2].rstrip(" ;"), "advice": ""})
-    for chain in chains:
-        for number, one in enumerate(chain.transforms, 1):
-            written = next((sql for sql in one.sql if " ".join(sql.split()) in " ".join(text.split())), None)
-            if written is not None:
-                place = _find_failing(batch)
-                where = f" at position {place}" if place else ""
-                return TransformError(
-                    f"transform {number} ({one.type}) failed{where}: {written}: {_reason(text)}",
-                    "Correct the expression: try_cast gives NULL for what cannot be cast",
-                )
-    return error
-
-
-def _reason(text: str) -> str:
-    """Spark's first sentence without its advice."""
-    first = next((line for line in text.splitlines() if line.strip()), "").strip()
-    return re.split(r" (?:Use|If necessary) ", first)[0].rstrip(". ")
-
-
-def _find_failing(projected: DataFrame) -> str | None:
-    """The position of the first failing event, by bisection: Spark's errors do not say."""
-    from pyspark.errors import PySparkException
-    from pyspark.sql import functions as F
-
-    def fails(low: str, high: str) -> bool:
-        chosen = projected.where((F.col("position") >= low) & (F.col("position") <= high))
-        try:
-            chosen.write.format("noop").mode("overwrite").save()
-        except PySparkException:
-            return True
-        return False
-
-    try:
-        places = [row.position for row in projected.select("position").collect()]
-        if not places:
-            return None
-        low, high = 0, len(places) - 1
-        while low < high:
-            middle = (low + high) // 2
-            if fails(places[low], places[middle]):
-                high = middle
-            else:
-                low = middle + 1
-        return str(places[low]) if fails(places[low], places[low]) else None
-    except PySparkException:
-        return None

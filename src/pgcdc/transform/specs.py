@@ -297,6 +297,16 @@ class Chain:
         return all(one.is_simple for one in self.transforms)
 
     @property
+    def only_asks(self) -> bool:
+        """Whether Spark only has to say which events there are: the source can do all but conditions. Not with a rename
+        behind one: it may fail for events that the condition leaves out."""
+        hard = [number for number, one in enumerate(self.transforms) if not one.is_simple]
+        behind = self.transforms[hard[0] :] if hard else ()
+        return all(self.transforms[number].type == "filter" for number in hard) and not any(
+            one.type == "rename_fields" for one in behind
+        )
+
+    @property
     def parts(self) -> tuple[list[Transform], list[Transform], list[Transform]]:
         """The source's steps; from the first to the last Spark step; and the steps after. An envelope comes last: only
         filters follow it, and they see the event as it was before."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -19,16 +18,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from pgcdc.core.errors import ConfigError, TransformError
 from pgcdc.core.relation import Op
-from pgcdc.event.columns import CHANGEABLE, EVENT_COLUMNS, EVENT_SCHEMA, KEY_COLUMNS, SHAPE_COLUMNS
+from pgcdc.event.columns import CHANGEABLE, EVENT_COLUMNS, KEY_COLUMNS, SHAPE_COLUMNS
 from pgcdc.event.events import edit_columns, render_columns
 
 if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame, SparkSession
-
-    from pgcdc.transform.specs import Transform
+    from pyspark.sql import Column, DataFrame
 
 EventFunction = Callable[[dict[str, Any]], Mapping[str, Any] | None]
 ArrowMap = Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]
@@ -121,37 +119,6 @@ def _is_active(events: DataFrame) -> Column:
     from pyspark.sql import functions as F
 
     return F.col(KEEP) if KEEP in events.columns else F.lit(True)
-
-
-def check_sql(spark: SparkSession, what: str, transform: Transform) -> None:
-    """Raise ConfigError for invalid SQL of a transform. Nothing is read and no job runs."""
-    from pyspark.errors import PySparkException
-    from pyspark.sql import functions as F
-    from pyspark.sql.types import ArrayType, BooleanType, MapType, NullType, StructType
-
-    if not transform.sql:
-        return
-    events = spark.createDataFrame([], EVENT_SCHEMA)
-    advice = f"Write Spark SQL on the columns of an event: {', '.join(events.columns)}; a value is row['name']"
-    for text in transform.sql:
-        try:
-            chosen = events.select(F.when(F.lit(True), F.expr(text)).alias("value"))
-            kind = chosen.schema[0].dataType
-            plan = chosen._jdf.queryExecution().analyzed()
-        except PySparkException as error:
-            reason = str(error).strip().splitlines()[0].rstrip(".")
-            raise ConfigError(f"{what}: {text}: {reason}", advice) from error
-        if transform.type == "filter" and not isinstance(kind, BooleanType | NullType):
-            raise ConfigError(f"{what}: {text} is {kind.simpleString()}, not a condition", "Compare it with something")
-        if isinstance(kind, ArrayType | MapType | StructType):
-            raise ConfigError(
-                f"{what}: {text} is {kind.simpleString()}, not one value", "Make text of it with to_json(...)"
-            )
-        if not plan.deterministic():
-            raise ConfigError(f"{what}: {text} is another value each time", "A batch that comes again must be the same")
-        other = re.search(r"^[+:\- ]*(Aggregate|Window|Generate)\b", plan.toString(), re.MULTILINE)
-        if other is not None:
-            raise ConfigError(f"{what}: {text} looks at more than one event", "Use columns of one event only")
 
 
 # --- in Python workers
@@ -300,7 +267,7 @@ def call_all(
     """The function's results, and which events it keeps. TransformError names the position."""
     shown = events.select([one for one in events.schema.names if one != "shape"])
     changed = [one for one in CHANGEABLE if one in shown.schema.names]
-    results = [_call(function, one, name, changed) for one in shown.to_pylist(maps_as_pydicts="strict")]
+    results = [_call(function, one, name, changed) for one in _as_dicts(shown)]
     made = {}
     for one in changed:
         values = [None if after is None else after.get(one) for after in results]
@@ -308,6 +275,23 @@ def call_all(
             values = [None if value is None else list(value.items()) for value in values]
         made[one] = pa.array(values, _ARROW.get(one, pa.string()))
     return made, np.array([after is not None for after in results], np.bool_)
+
+
+def _as_dicts(events: pa.RecordBatch) -> Iterator[dict[str, Any]]:
+    names = events.schema.names
+    columns = [
+        _map_dicts(one) if one.type == _MAP else one.to_pylist(maps_as_pydicts="strict") for one in events.columns
+    ]
+    return (dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True))
+
+
+def _map_dicts(maps: pa.Array) -> list[dict[str, str | None] | None]:
+    """What `to_pylist` gives, in a sixth of its time."""
+    names = pc.dictionary_encode(maps.keys)
+    known, values, ends = names.dictionary.to_pylist(), maps.items.to_pylist(), maps.offsets.to_pylist()
+    keys = [known[number] for number in names.indices.to_pylist()]
+    pieces = zip(maps.is_valid().to_pylist(), ends, ends[1:], strict=False)
+    return [dict(zip(keys[a:b], values[a:b], strict=True)) if is_valid else None for is_valid, a, b in pieces]
 
 
 def _call(function: EventFunction, event: dict[str, Any], name: str, changed: list[str]) -> Mapping[str, Any] | None:

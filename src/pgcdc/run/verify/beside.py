@@ -73,7 +73,7 @@ class VerifyBeside:
 def run_child() -> int:
     """The other process: its job comes on standard input."""
     from pgcdc.core.errors import PgcdcError
-    from pgcdc.run.verify.job import Verify
+    from pgcdc.run.verify.job import Verify, VerifyOptions
     from pgcdc.sink.spec import keep_secrets
 
     os.nice(10)
@@ -81,7 +81,7 @@ def run_child() -> int:
     config, chains = job
     keep_secrets([config.db, config.dlq_db], chains.specs, chains.transforms)
     try:
-        report = Verify(config, chains).run()
+        report = Verify(config, chains, VerifyOptions(rate=config.verify.rate)).run()
     except Exception as error:  # 1 says that something differs, also of Python itself
         print(error if isinstance(error, PgcdcError) else traceback.format_exc(), flush=True)
         return 2

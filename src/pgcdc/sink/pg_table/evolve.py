@@ -5,7 +5,7 @@ where their name is needed again."""
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import psycopg
@@ -68,7 +68,8 @@ def follow(
             reason = f"it was renamed from {name_table(*old)}, which another table is called by now"
         elif targets.find(old) is None and not is_new:
             reason = f"it was renamed from {name_table(*old)}, and the target has the copy of another table there"
-        reason = reason or _rename(targets, old, name)
+        with targets.together():
+            reason = reason or _rename(targets, old, name)
     if reason:
         raise _needed(change, reason)
     target = targets.find(name)
@@ -79,8 +80,9 @@ def follow(
         differences = [one for one in differences if one.get("column") not in made]  # somebody was first
         if mine := mine - made:
             raise _needed(change, f"the target has a column {', '.join(sorted(mine))} that the source did not have")
-        _follow_columns(targets, target, differences, change)
-        _follow_key(targets, name, change, chain)
+        with targets.together(target if _is_blind(differences) else None):
+            _follow_columns(targets, target, differences, change)
+            _follow_key(targets, name, change, chain)
 
 
 def rebuild(
@@ -97,7 +99,8 @@ def rebuild(
     for one in history:  # it was renamed while it was left out
         old = targets.name_of((one.after.namespace, one.after.name))
         if old != name and old in targets.were_there and old not in taken and targets.find(name) is None:
-            _rename(targets, old, name)
+            with targets.together():
+                _rename(targets, old, name)
     target = targets.find(name)
     if target is None:
         targets.were_there.discard(name)
@@ -107,18 +110,21 @@ def rebuild(
     types, _ = targets.types(source, columns)
     ours = {column: {kind for one in named for kind in _types_of(one).get(column, ())} for column in columns}
     known = targets.existing(kind for kinds in ours.values() for kind in kinds)
-    for column, kind in types.items():
-        had = target.columns.get(column)
-        was_ours = had is not None and (had.type in ours[column] or (had.type == "text" and not ours[column] <= known))
-        if had is not None and had.type != kind and was_ours:
-            _alter(targets, target, f"DROP COLUMN {quote_identifier(column)}")
-    left = targets.find(name)  # a column that was dropped took the key with it
-    assert left is not None
-    for column, had in left.columns.items():
-        if column not in types and had.is_required and column not in left.primary_key:
-            _alter(targets, left, f"ALTER COLUMN {quote_identifier(column)} DROP NOT NULL")
-    target = targets.prepare(source, columns, key)
-    _set_key(targets, target, key)
+    with targets.together():
+        for column, kind in types.items():
+            had = target.columns.get(column)
+            was_ours = had is not None and (
+                had.type in ours[column] or (had.type == "text" and not ours[column] <= known)
+            )
+            if had is not None and had.type != kind and was_ours:
+                _alter(targets, target, f"DROP COLUMN {quote_identifier(column)}")
+        left = targets.find(name)  # a column that was dropped took the key with it
+        assert left is not None
+        for column, had in left.columns.items():
+            if column not in types and had.is_required and column not in left.primary_key:
+                _alter(targets, left, f"ALTER COLUMN {quote_identifier(column)} DROP NOT NULL")
+        target = targets.prepare(source, columns, key)
+        _set_key(targets, target, key)
     targets.say(f"table {target.title} is empty, and gets its rows again")
 
 
@@ -132,8 +138,7 @@ def _needed(change: ShapeChange, reason: str) -> ReloadNeeded:
 
 def _truncate(targets: Targets, target: TargetTable) -> None:
     try:
-        with targets.conn.transaction():
-            targets.conn.execute(f"TRUNCATE {target.sql}".encode())
+        targets.truncate([target])
     except psycopg.errors.FeatureNotSupported:  # another table refers to it
         targets.conn.execute(f"DELETE FROM {target.sql}".encode())
 
@@ -155,11 +160,12 @@ def _rename(targets: Targets, old: TableName, new: TableName) -> str:
         )
     action = f"cannot rename table {name_table(*old)} at the target"
     targets.create_schema(new[0], action)
+    in_the_way = targets.conn.execute(_SAME_INDEXES, (quote_qualified(*old), new[0])).fetchall()
     if old[1] != new[1]:
         targets.run(f"ALTER TABLE {quote_qualified(*old)} RENAME TO {quote_identifier(new[1])}", action)
     if old[0] != new[0]:
         moved = quote_qualified(old[0], new[1])
-        for (index,) in targets.conn.execute(_SAME_INDEXES, (moved, new[0])).fetchall():
+        for (index,) in in_the_way:
             free = quote_identifier(f"{index[:40]}_{secrets.token_hex(4)}")
             targets.run(f"ALTER INDEX {quote_qualified(old[0], index)} RENAME TO {free}", action)
         targets.run(f"ALTER TABLE {moved} SET SCHEMA {quote_identifier(new[0])}", action)
@@ -188,7 +194,7 @@ def _follow_columns(
     added = {one["column"]: one for one in [*found.get("column_added", ()), *replaced.values()]}
     for column in _in_the_way(target, differences):
         _alter(targets, target, f"DROP COLUMN {quote_identifier(column)}")
-    aside = {old: f"pgcdc_moving_{number}" for number, old in enumerate(renames)} if len(renames) > 1 else {}
+    aside = {old: f"pgcdc_moving_{number}" for number, old in enumerate(renames)} if _is_chained(renames) else {}
     for old, between in aside.items():
         _alter(targets, target, f"RENAME COLUMN {quote_identifier(old)} TO {quote_identifier(between)}")
     for old, new in renames.items():
@@ -199,6 +205,17 @@ def _follow_columns(
         _retype(targets, target.name, one)
     if added:
         _add(targets, target, added, change)
+
+
+def _is_chained(renames: Mapping[str, str]) -> bool:
+    """Whether a new name is also an old one."""
+    return bool(set(renames) & set(renames.values()))
+
+
+def _is_blind(differences: Iterable[Difference]) -> bool:
+    """Whether the target's columns look the same before and after."""
+    renames = {one["from"]: one["to"] for one in differences if one["type"] == "column_renamed"}
+    return _is_chained(renames) or any(one["type"] == "column_replaced" for one in differences)
 
 
 def _in_the_way(target: TargetTable, differences: Iterable[Difference]) -> set[str]:
@@ -276,25 +293,27 @@ def _follow_key(targets: Targets, name: TableName, change: ShapeChange, chain: S
 def _set_key(targets: Targets, target: TargetTable, key: tuple[str, ...]) -> None:
     if set(target.primary_key) == set(key):
         return
-    found = targets.conn.execute(_CONSTRAINT, (target.sql,)).fetchone()
+    found, actions = targets.conn.execute(_CONSTRAINT, (target.sql,)).fetchone(), list[str]()
     if found is not None:
-        _alter(targets, target, f"DROP CONSTRAINT {quote_identifier(found[0])}")
-        for column in target.primary_key:
-            if column not in key and column in target.columns:
-                _alter(targets, target, f"ALTER COLUMN {quote_identifier(column)} DROP NOT NULL")
+        actions.append(f"DROP CONSTRAINT {quote_identifier(found[0])}")
+        optional = [column for column in target.primary_key if column not in key and column in target.columns]
+        actions += [f"ALTER COLUMN {quote_identifier(column)} DROP NOT NULL" for column in optional]
     if key:
-        _alter(targets, target, f"ADD PRIMARY KEY ({', '.join(map(quote_identifier, key))})")
+        actions.append(f"ADD PRIMARY KEY ({', '.join(map(quote_identifier, key))})")
+    _alter(targets, target, *actions)  # in one statement, which somebody else can run without losing the key
     shown = ", ".join(key) if key else "nothing: rows are found by all their values"
     targets.say(f"table {target.title}: its key is {shown} now")
 
 
-def _alter(targets: Targets, target: TargetTable, action: str) -> None:
-    statement = f"ALTER TABLE {target.sql} {action}"
+def _alter(targets: Targets, target: TargetTable, *actions: str) -> None:
+    """Only the first of the actions drops anything."""
+    first, *more = actions
+    statement = f"ALTER TABLE {target.sql} {first}"
     try:
-        targets.run(statement, f"cannot alter table {target.title} at the target")
+        targets.run(", ".join([statement, *more]), f"cannot alter table {target.title} at the target")
     except psycopg.errors.DependentObjectsStillExist as error:
         raise SinkError(
             f"cannot alter table {target.title} at the target: {error.diag.message_primary}",
-            f"Drop what depends on it there, or run: {statement} CASCADE",
+            f"Drop what depends on it there, or run: {', '.join([f'{statement} CASCADE', *more])}",
         ) from error
     targets.forget(target.name)

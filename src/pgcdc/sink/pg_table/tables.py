@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -153,7 +154,8 @@ class Targets:
         were_there: Collection[TableName] = (),
     ) -> None:
         """`were_there`: tables that the target had. A missing one is not recreated as new: it would lack rows."""
-        self.conn, self.options, self.name_of, self.say = conn, options, options.names, say
+        self.conn, self.options, self.name_of, self._say = conn, options, options.names, say
+        self._refused: list[tuple[str, SinkError]] | None = None
         self._known: dict[TableName, TargetTable | None] = {}
         self.were_there = set(were_there)  # With those written to since; without names that are free by right
 
@@ -227,7 +229,8 @@ class Targets:
         if name in self.were_there:
             raise source.needs("it is no longer at the target")
         self.create_schema(name[0], f"cannot create table {title} at the target")
-        self.run(statement, f"cannot create table {title} at the target")
+        owned = f"ALTER TABLE {quote_qualified(*name)} OWNER TO {self._role}"
+        self.run(statement, f"cannot create table {title} at the target", f"{statement}; {owned}")
         self.were_there.add(name)
         self.say(f"table {title} created{note}")
         return self.load_again(name)
@@ -237,7 +240,8 @@ class Targets:
 
     def create_schema(self, name: str, action: str) -> None:
         if not self.conn.execute("SELECT 1 FROM pg_namespace WHERE nspname = %s", (name,)).fetchone():
-            self.run(f"CREATE SCHEMA IF NOT EXISTS {quote_identifier(name)}", action)
+            statement = f"CREATE SCHEMA IF NOT EXISTS {quote_identifier(name)}"
+            self.run(statement, action, f"{statement} AUTHORIZATION {self._role}")
 
     def types(self, source: SourceTable, columns: Iterable[str]) -> tuple[dict[str, str], str]:
         """Each column's type (a transform's columns are text), and a note on those that become text."""
@@ -259,10 +263,57 @@ class Targets:
         assert target is not None
         return target
 
-    def run(self, statement: str, action: str) -> None:
+    @property
+    def _role(self) -> str:
+        return quote_identifier(self.conn.info.user)
+
+    def say(self, text: str) -> None:
+        if not self._refused:
+            self._say(text)
+
+    @contextmanager
+    def together(self, owned: TargetTable | None = None) -> Iterator[None]:
+        """What this role may not do in it is advised as a whole: behind the first refusal no statement runs. `owned`: the
+        target would not show that somebody else has run them, so this role has to own the table."""
+        self._refused = []
         try:
-            self.conn.execute(statement.encode())
+            yield
+            refused = self._refused
+        finally:
+            self._refused = None
+        if refused:
+            error = refused[0][1]
+            advice = f"Run there, as its owner: {'; '.join(statement for statement, _ in refused)}"
+            if owned is not None:
+                owns = f"ALTER TABLE {owned.sql} OWNER TO {self._role}"
+                advice = f"This role has to do it itself. Run there, as superuser: {owns}"
+            raise SinkError(error.message, advice) from error.__cause__
+
+    def run(self, statement: str, action: str, remedy: str = "") -> None:
+        """`remedy`: what somebody with more rights runs instead."""
+        remedy = remedy or statement
+        if self._refused:
+            self._refused.append((remedy, self._refused[0][1]))
+            return
+        try:
+            with self.conn.transaction():
+                self.conn.execute(statement.encode())
         except (psycopg.errors.InsufficientPrivilege, psycopg.errors.InvalidSchemaName) as error:
+            refusal = SinkError(f"{action}: {error.diag.message_primary}", f"Run there, as its owner: {remedy}")
+            if self._refused is None:
+                raise refusal from error
+            refusal.__cause__ = error
+            self._refused.append((remedy, refusal))
+
+    def truncate(self, targets: Sequence[TargetTable]) -> None:
+        """Empty tables, all at once: they may reference each other. FeatureNotSupported: another one refers to them."""
+        listed = ", ".join(target.sql for target in targets)
+        try:
+            with self.conn.transaction():
+                self.conn.execute(f"TRUNCATE {listed}".encode())
+        except psycopg.errors.InsufficientPrivilege as error:
             raise SinkError(
-                f"{action}: {error.diag.message_primary}", f"Run there, as its owner: {statement}"
+                f"cannot empty table {', '.join(target.title for target in targets)} at the target: "
+                f"{error.diag.message_primary}",
+                f"Run there, as its owner: GRANT TRUNCATE ON {listed} TO {self._role}",
             ) from error

@@ -49,8 +49,7 @@ class Writer:
         if not targets:
             return
         try:
-            with self._conn.transaction():
-                self._conn.execute(f"TRUNCATE {', '.join(target.sql for target in targets)}".encode())
+            self.targets.truncate(targets)
         except psycopg.errors.FeatureNotSupported:  # a table that refers to one of these stays
             self._empty(targets)
 

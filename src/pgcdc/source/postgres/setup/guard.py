@@ -211,6 +211,13 @@ class ShapeObserver:
             if oid != shape.oid
         )
 
+    def taken(self) -> set[int]:
+        """The tables of which this is so."""
+        owners: dict[tuple[str, str], ShapeChange] = {}
+        for one in sorted(self._current.values(), key=lambda one: one.position):
+            owners[one.after.namespace, one.after.name] = one
+        return self._current.keys() - {one.after.oid for one in owners.values()}
+
     def adopt(self, oid: int, details: dict[str, Any]) -> None:
         """The catalog says nothing else that matters: take its newer words (a filenode) without a record."""
         self._current[oid] = replace(self._current[oid], details=details)
@@ -220,7 +227,9 @@ class ShapeObserver:
         version = rows.column("relation")[0].as_py()
         shape, position = batch.relations[version], _place(batch, rows, 0)[0]
         last, details = self._current.get(shape.oid), json.loads(rows.column("prefix")[0].as_py())
-        if self._history.at(position) is None and last is not None and not is_other(last, shape, details):
+        is_known = last is not None and not is_other(last, shape, details) and not self.is_taken(shape)
+        if self._history.at(position) is None and is_known:
+            self.adopt(shape.oid, details)  # another object: who asked for the mark sees that it came
             return
         self._append([(position, 0, shape)], lambda shape, last, xid: details)
         if last is not None:

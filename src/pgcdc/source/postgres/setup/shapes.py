@@ -15,11 +15,13 @@ from pgcdc.postgres.types.catalog import BUILT_IN, TypeCatalog, type_name
 from pgcdc.source.postgres.setup.tables import RULES_SINCE, TableColumn, read_columns
 
 _MAX_GUESSES = 10_000
-_KEPT = ("filenode", "leaves", "attached", "joined", "published", "member")
+_KEPT = ("filenode", "leaves", "attached", "joined", "published", "member", "member_since", "hides_truncate")
 
 # The catalog as the transaction's snapshot sees it, not as it is now. Without locks: somebody may be altering a partition. A
 # partition that was made as one has a column that was never touched since: ATTACH would have counted its
-# parent. The size is asked only of those that were attached.
+# parent. Rolled back DDL writes its own command number over cmin, and leaves xmax: that proves nothing. The size is
+# asked only of those that were attached. One whose DETACH CONCURRENTLY was interrupted
+# does not count: queries of the root leave it out (its column is new in PostgreSQL 14).
 _TABLES = """
 SELECT c.oid::int8, c.relkind = 'p', c.relnatts::int4, c.relfilenode::int8
 FROM pg_class c WHERE c.oid = ANY (%s::int8[]::oid[])
@@ -28,9 +30,9 @@ _LEAVES = """
 WITH RECURSIVE link AS (
     SELECT i.inhparent, i.inhrelid, i.xmin::text AS since, EXISTS (
         SELECT FROM pg_attribute s JOIN pg_attribute a ON a.attrelid = s.attrelid AND a.attnum > 0 AND a.attinhcount > 0
-            AND a.xmin = s.xmin AND a.cmin = s.cmin
+            AND a.xmin = s.xmin AND a.cmin = s.cmin AND a.xmax = '0'::xid AND s.xmax = '0'::xid
         WHERE s.attrelid = i.inhrelid AND s.attnum = -1) AS is_made
-    FROM pg_inherits i),
+    FROM pg_inherits i WHERE to_jsonb(i) ->> 'inhdetachpending' IS DISTINCT FROM 'true'),
 tree AS (
     SELECT inhparent AS root, inhrelid, since, is_made FROM link WHERE inhparent = ANY (%s::int8[]::oid[])
     UNION ALL SELECT t.root, l.inhrelid, t.since || ' ' || l.since, t.is_made AND l.is_made
@@ -50,13 +52,30 @@ SELECT r.prrelid::int8, pg_get_expr(r.prqual, r.prrelid),
 FROM pg_publication_rel r JOIN pg_publication p ON p.oid = r.prpubid
 WHERE p.pubname = ANY (%s) AND r.prrelid = ANY (%s::int8[]::oid[]) ORDER BY r.oid
 """
+# By its own entry, by its schema's (the dependency on the schema tells when it came there), or as all tables are.
 _MEMBERS = """
-SELECT r.prrelid::int8, coalesce(min(r.oid::int8) FILTER (WHERE p.pubupdate AND p.pubdelete), 0)
-FROM pg_publication_rel r JOIN pg_publication p ON p.oid = r.prpubid
-WHERE p.pubname = ANY (%s) AND r.prrelid = ANY (%s::int8[]::oid[]) GROUP BY 1
+SELECT m.oid::int8, coalesce(min(m.entry::int8) FILTER (WHERE p.pubupdate AND p.pubdelete), 0),
+       string_agg(concat(p.xmin::text, ' ', m.since), ',' ORDER BY p.oid, m.entry, m.since), bool_or(p.pubtruncate)
+FROM (
+    SELECT prpubid AS publication, prrelid AS oid, oid AS entry, '' AS since FROM pg_publication_rel
+    {schemas} UNION ALL SELECT p.oid, c.oid, p.oid, '' FROM pg_publication p, pg_class c WHERE p.puballtables
+) m JOIN pg_publication p ON p.oid = m.publication
+WHERE p.pubname = ANY (%s) AND m.oid = ANY (%s::int8[]::oid[]) GROUP BY 1
+"""
+_SCHEMA_MEMBERS = """
+    UNION ALL SELECT s.pnpubid, c.oid, s.oid, d.xmin::text FROM pg_publication_namespace s
+    JOIN pg_class c ON c.relnamespace = s.pnnspid
+    LEFT JOIN pg_depend d ON d.classid = 'pg_class'::regclass AND d.objid = c.oid AND d.objsubid = 0
+        AND d.refclassid = 'pg_namespace'::regclass
 """
 _LABELS = """
-SELECT enumtypid::int8, array_agg(enumlabel::text ORDER BY enumsortorder) FROM pg_enum GROUP BY 1
+SELECT enumtypid::int8, array_agg(enumlabel::text ORDER BY enumsortorder), array_agg(xmin::text) FROM pg_enum GROUP BY 1
+"""
+_ATTRIBUTES = """
+SELECT t.oid::int8, array_agg(a.attnum::int4 ORDER BY a.attnum) FILTER (WHERE NOT a.attisdropped),
+       array_agg(a.xmin::text)
+FROM pg_type t JOIN pg_attribute a ON a.attrelid = t.typrelid AND a.attnum > 0
+WHERE t.oid = ANY (%s::int8[]::oid[]) GROUP BY 1
 """
 
 
@@ -70,10 +89,14 @@ class CatalogEntry:
     altered: tuple[int, ...] = ()  # The transactions that altered it and its partitions last
     next_xid: int = 0  # Of the server, at the same moment
 
-    def is_newer(self, xid: int) -> bool:
+    def is_newer(self, xid: int, altered: Iterable[int] | None = None) -> bool:
         """Whether it was altered by a transaction with a later number, which goes round at 2^32. One that began before `xid`
-        and altered the table afterwards is not seen."""
-        return any(0 < (one - xid) % (1 << 32) < (self.next_xid - xid) % (1 << 32) for one in self.altered)
+        and altered the table afterwards is not seen. `altered`: of something else in the catalog."""
+        first = (
+            1 if altered is None else 0
+        )  # of types nobody knows whether the same transaction used them before or after
+        altered = self.altered if altered is None else altered
+        return any(first <= (one - xid) % (1 << 32) < (self.next_xid - xid) % (1 << 32) for one in altered)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +106,8 @@ class CatalogLook:
     entries: Mapping[int, CatalogEntry] = field(default_factory=dict)  # By oid
     types: TypeCatalog = BUILT_IN
     labels: Mapping[int, list[str]] = field(default_factory=dict)  # Of enums, by the type's oid
+    attributes: Mapping[int, list[int]] = field(default_factory=dict)  # Of composite types: their numbers
+    types_altered: Mapping[int, list[int]] = field(default_factory=dict)  # The transactions that altered these types
 
     def describe(self, shape: Relation, before: Mapping[str, Any] | None = None, xid: int = 0) -> dict[str, Any] | None:
         """The details of a shape, if its table still has it, or if `before`, the details of the shape before, proves which
@@ -93,7 +118,7 @@ class CatalogLook:
         its columns in order; `types`: what types that are not built in are made of, as in TypeCatalog.to_json() (None if
         there are none). Where it applies:
 
-        - `is_key_deferrable`; `enums`, the labels of each by name
+        - `is_key_deferrable`; `enums`, the labels of each by name; `attributes` of composite types, their numbers by name
         - `natts`, the largest column number ever given; `hidden`, the numbers of columns that are not in the shape
         - `filenode` of an ordinary table, which a rewrite changes
         - of a root `leaves` with their filenodes by oid; `attached`, those of them that came with rows of their own; and
@@ -102,8 +127,10 @@ class CatalogLook:
         - `mixed`, its columns in which old rows have several constants
         - `published`, the row filter and column list of the publications
         - `member`: the entry in the catalog by which updates and deletes are published; 0: only inserts are
+        - `member_since`: when that and the publication were altered last
+        - `hides_truncate`: no publication sends TRUNCATE
         - `is_proven`: the table had moved on; files, partitions and publications are those of the shape before
-        - `is_late`: it was altered since it was seen, and there is no shape before to compare with
+        - `is_late`: it was altered since it was seen, and there is no shape before to compare with; or one of its types was
         """
         entry = self.entries.get(shape.oid)
         if entry is None:
@@ -111,7 +138,9 @@ class CatalogLook:
         if _is_live(shape, entry.columns):
             facts = {name: one for name, one in entry.facts.items() if name != "missing"}
             details = {**_details(shape, entry.columns, entry.facts.get("missing", {})), **facts}
-            if before is None and xid and entry.is_newer(xid):
+            # A new table's file has its number, until it is rewritten.
+            is_rewritten = xid in entry.altered and facts.get("filenode", shape.oid) != shape.oid
+            if before is None and xid and (is_rewritten or entry.is_newer(xid)):
                 details["is_late"] = True
         else:
             numbers = None if before is None else prove_numbers(before, [one.name for one in shape.columns], entry)
@@ -122,8 +151,13 @@ class CatalogLook:
         if not own:
             return {**details, "types": None}
         types = self.types.subset(own)
-        enums = {one.name: self.labels[one.oid] for one in types.types.values() if one.oid in self.labels}
-        return {**details, "types": types.to_json(), **({"enums": enums} if enums else {})}
+        if xid and any(entry.is_newer(xid, self.types_altered.get(oid, ())) for oid in types.types):
+            details["is_late"] = True
+        made_of = {
+            name: {one.name: known[one.oid] for one in types.types.values() if one.oid in known}
+            for name, known in (("enums", self.labels), ("attributes", self.attributes))
+        }
+        return {**details, "types": types.to_json(), **{name: known for name, known in made_of.items() if known}}
 
     def _proven(
         self, shape: Relation, numbers: list[int], before: Mapping[str, Any], entry: CatalogEntry
@@ -175,9 +209,16 @@ def read_catalog(sql: Connection, shapes: Iterable[Relation], publications: Sequ
         mine = columns.get(oid, [])
         altered = {int(xid) for text in (*(one.since for one in mine), *known.pop("altered")) for xid in text.split()}
         entries[oid] = CatalogEntry(mine, known, tuple(altered), int(row[0]))
-    if not _own_types(wanted):
+    own = _own_types(wanted)
+    if not own:
         return CatalogLook(entries)
-    return CatalogLook(entries, TypeCatalog.load(sql), dict(sql.execute(_LABELS).fetchall()))
+    types = TypeCatalog.load(sql)
+    composites = [one.oid for one in types.subset(own).types.values() if one.kind == "composite"]
+    labels, attributes = sql.execute(_LABELS).fetchall(), sql.execute(_ATTRIBUTES, [composites]).fetchall()
+    since = {row[0]: list(map(int, row[2])) for row in (*labels, *attributes)}
+    return CatalogLook(
+        entries, types, {row[0]: row[1] for row in labels}, {row[0]: row[1] for row in attributes}, since
+    )
 
 
 def _read_facts(sql: Connection, oids: list[int], publications: Sequence[str]) -> dict[int, dict[str, Any]]:
@@ -194,10 +235,13 @@ def _read_facts(sql: Connection, oids: list[int], publications: Sequence[str]) -
             if has_rows:
                 found[root]["attached"].append(leaf)
         _read_missing(sql, [found[root] for root in roots])
-    for oid, member in sql.execute(_MEMBERS, [list(publications), oids]).fetchall():
+    has_rules = sql.info.server_version >= RULES_SINCE
+    members = _MEMBERS.format(schemas=_SCHEMA_MEMBERS if has_rules else "").encode()
+    for oid, member, since, sends_truncate in sql.execute(members, [list(publications), oids]).fetchall():
         if oid in found:
-            found[oid]["member"] = member
-    if sql.info.server_version >= RULES_SINCE:
+            found[oid] |= {"member": member, "member_since": since}
+            found[oid] |= {} if sends_truncate else {"hides_truncate": True}
+    if has_rules:
         rules: dict[int, list[tuple[str | None, list[str] | None]]] = {}
         for oid, *rule in sql.execute(_RULES, [list(publications), oids]).fetchall():
             rules.setdefault(oid, []).append((rule[0], rule[1]))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import psycopg
@@ -33,16 +33,23 @@ WITH RECURSIVE tree AS (
     SELECT i.inhparent AS root, i.inhrelid, i.xmin::text AS since FROM pg_inherits i
     WHERE i.inhparent = ANY (%(oids)s::int8[]::oid[])
     UNION ALL SELECT t.root, i.inhrelid, i.xmin::text FROM tree t JOIN pg_inherits i ON i.inhparent = t.inhrelid)
-SELECT c.oid::int8, md5(concat_ws(' ', n.nspname, c.relname, c.relreplident, c.relnatts,
+SELECT c.oid::int8, md5(concat_ws(' ', n.nspname, c.relname, c.relreplident, c.relnatts, c.relfilenode,
     (SELECT string_agg(a.attnum || ':' || a.xmin::text, ',' ORDER BY a.attnum) FROM pg_attribute a
      WHERE a.attrelid = c.oid AND a.attnum > 0),
     (SELECT string_agg(i.indexrelid || ':' || i.xmin::text, ',' ORDER BY i.indexrelid) FROM pg_index i
      WHERE i.indrelid = c.oid),
     (SELECT string_agg(r.oid::text, ',' ORDER BY r.oid) FROM pg_publication_rel r WHERE r.prrelid = c.oid),
+    (SELECT string_agg(p.oid || ':' || p.xmin::text, ',' ORDER BY p.oid) FROM pg_publication p),
+    (SELECT string_agg(d.xmin::text, ',') FROM pg_depend d WHERE d.classid = 'pg_class'::regclass AND d.objid = c.oid
+     AND d.objsubid = 0 AND d.refclassid = 'pg_namespace'::regclass),
     (SELECT string_agg(t.inhrelid || ':' || t.since || ':' || l.relfilenode, ',' ORDER BY t.inhrelid)
      FROM tree t JOIN pg_class l ON l.oid = t.inhrelid WHERE t.root = c.oid),
-    CASE WHEN c.oid = ANY (%(typed)s::int8[]::oid[]) THEN
-        (SELECT string_agg(e.oid || ':' || e.xmin::text, ',' ORDER BY e.oid) FROM pg_enum e) END))
+    CASE WHEN c.oid = ANY (%(typed)s::int8[]::oid[]) THEN concat(
+        (SELECT string_agg(e.oid || ':' || e.xmin::text, ',' ORDER BY e.oid) FROM pg_enum e), ' ',
+        (SELECT string_agg(a.attrelid || ':' || a.attnum || ':' || a.xmin::text, ',' ORDER BY a.attrelid, a.attnum)
+         FROM pg_attribute a JOIN pg_class k ON k.oid = a.attrelid AND (k.relkind = 'c' OR k.reltype IN (
+             SELECT unnest(ARRAY[y.oid, y.typelem]) FROM pg_attribute u JOIN pg_type y ON y.oid = u.atttypid
+             WHERE u.attrelid = ANY (%(typed)s::int8[]::oid[]))) WHERE a.attnum > 0)) END))
 FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE c.oid = ANY (%(oids)s::int8[]::oid[])
 """
 
@@ -54,6 +61,9 @@ JOIN pg_class c ON c.oid = r.prrelid JOIN pg_namespace n ON n.oid = c.relnamespa
 WHERE p.pubname = ANY (%s) AND r.prrelid <> ALL (%s::int8[]::oid[]) AND (c.relkind = 'p' OR (n.nspname, c.relname) IN (
     SELECT * FROM unnest(%s::text[], %s::text[])))
 """
+
+# A partition that was made, filled and truncated by one transaction keeps its file: that is empty, though rows were sent.
+_EMPTY = "SELECT oid::int8 FROM pg_class WHERE oid = ANY (%s::int8[]::oid[]) AND pg_relation_size(oid) = 0"
 
 
 class CatalogWatch:
@@ -68,8 +78,10 @@ class CatalogWatch:
         self._asked: dict[int, ShapeChange | None] = {}  # Tables with a mark on its way, as they were known
         self._due = self._looked = self._cost_s = 0.0
         self.leaves: dict[int, set[int]] = {}
-        """Partitions that the stream has shown, by root. Of one that nobody knows the catalog is asked at once: when it is
-        dropped or truncated before the next look, its rows are gone, and nothing tells it."""
+        """Partitions that the stream has shown, by root. Of a new one the catalog is asked at once: when it is dropped or
+        truncated before the next look, its rows are gone, and nothing tells it."""
+        self._old = {oid: set(map(int, _leaves(one) or ())) for oid, one in shapes.current.items()}
+        """Those that are not new, by root: known when we began, or asked about since."""
 
     def look(self, sql: Connection, *, at_once: bool = False) -> None:
         """Look if it is time to. What somebody has locked, or drops just now, is looked at later."""
@@ -96,9 +108,8 @@ class CatalogWatch:
             known = self._shapes.current.get(root)
             if known is None:
                 continue  # its row is on its way
-            leaves = (known.details or {}).get("leaves")
-            shown.difference_update(shown.copy() if leaves is None else map(int, leaves))
-            if not shown:
+            shown.difference_update(self._old.setdefault(root, set()))
+            if not shown or _leaves(known) is None:
                 del self.leaves[root]
             elif root not in self._asked:
                 found[root] = shown
@@ -106,13 +117,13 @@ class CatalogWatch:
 
     def _compare(self, sql: Connection) -> None:
         begun = time.monotonic()
-        known = self._shapes.current
+        known, taken = self._shapes.current, self._shapes.taken()
         self._asked = {oid: one for oid, one in self._asked.items() if known.get(oid) is one}
         typed = [oid for oid, one in known.items() if one.details is not None and one.details["types"] is not None]
         digests: dict[int, str] = dict(sql.execute(_DIGESTS, {"oids": list(known), "typed": typed}).fetchall())
         changed = [
             oid for oid, digest in digests.items()
-            if self._is_changed(known[oid], digest) and oid not in self._asked
+            if (oid in taken or self._is_changed(known[oid], digest)) and oid not in self._asked
         ]  # fmt: skip
         names = [_name(one.after) for one in known.values()]
         query = [list(self._publications), list(known), [name[0] for name in names], [name[1] for name in names]]
@@ -137,15 +148,27 @@ class CatalogWatch:
                 lsn = lsn or wal_place(sql)
                 self._ask(lsn, shape, details, None)
                 continue
-            lost = _lost(self.leaves.pop(shape.oid), details) if shape.oid in unknown else []
-            if lost:
-                details["lost"] = lost
-            if is_other(before, shape, details):
+            if shape.oid in unknown and (lost := self._take_shown(sql, before, details)):
+                details["lost"] = list(map(str, lost))
+            # One that has its name again: from here on it is no longer the other table's.
+            if is_other(before, shape, details) or shape.oid in taken:
                 lsn = lsn or wal_place(sql)
                 self._ask(lsn, shape, details, before)
             else:
                 self._shapes.adopt(shape.oid, details)
                 self._compared[shape.oid] = (digests[shape.oid], known[shape.oid])
+
+    def _take_shown(self, sql: Connection, root: ShapeChange, details: Mapping[str, Any]) -> list[int]:
+        """Those of its new partitions that the stream has shown and whose rows are gone, if nothing else tells. The others
+        are no longer new."""
+        shown = self.leaves[root.after.oid]
+        files, known = details.get("leaves", {}), _leaves(root) or {}
+        empty = {oid for (oid,) in sql.execute(_EMPTY, [list(shown)]).fetchall()}
+        gone = {one for one in shown if one in empty or str(one) not in files}
+        lost = {one for one in gone if known.get(str(one)) in (None, files.get(str(one)))}
+        del self.leaves[root.after.oid]  # last: somebody may have locked one of them, and the next look is to ask again
+        self._old[root.after.oid] |= shown - lost
+        return sorted(lost)
 
     def _is_changed(self, known: ShapeChange, digest: str) -> bool:
         """By somebody; or what is known was told by rows or a mark since, and may be older."""
@@ -155,9 +178,7 @@ class CatalogWatch:
     def _ask(self, lsn: int, shape: Relation, details: Mapping[str, Any], before: ShapeChange | None) -> None:
         def make() -> Mark | None:
             if self._shapes.current.get(shape.oid) is before:
-                self.leaves.get(shape.oid, set()).difference_update(
-                    map(int, details.get("lost", ()))
-                )  # described again
+                self._old.setdefault(shape.oid, set()).update(map(int, details.get("lost", ())))
                 return Mark([schema_mark(details)], shape)
             if "lost" in details:  # rows have told something else first: look again
                 self.leaves.setdefault(shape.oid, set()).update(map(int, details["lost"]))
@@ -167,10 +188,10 @@ class CatalogWatch:
         self._marks.ask(lsn, make)
 
 
-def _lost(shown: Iterable[int], details: Mapping[str, Any]) -> list[str]:
-    """New partitions that are gone, and so are their rows."""
-    leaves = details.get("leaves", {})
-    return [str(one) for one in sorted(shown) if str(one) not in leaves]
+def _leaves(known: ShapeChange) -> Mapping[str, int] | None:
+    """The partitions that a root is known to have."""
+    found: Mapping[str, int] | None = (known.details or {}).get("leaves")
+    return found
 
 
 def _name(shape: Relation) -> tuple[str, str]:

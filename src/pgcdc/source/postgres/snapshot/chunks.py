@@ -14,7 +14,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final
@@ -45,6 +45,7 @@ CHUNK_BYTES = int(os.environ.get("PGCDC_SNAPSHOT_CHUNK_BYTES", "") or 16 << 20)
 """Of a table, for one task. (The variable is for tests.)"""
 MAX_CHUNKS = 10_000
 LOCK_TIMEOUT = "2s"
+_LOCKED = "SELECT relation::int8::text FROM pg_locks WHERE locktype = 'relation' AND pid = pg_backend_pid()"
 SMALL_BYTES = 256 << 20  # A smaller table is always read by its key: so can be what a crash leaves of it
 CORRELATED = 0.5  # Rows stored about in key order can be read by key without jumping
 
@@ -167,6 +168,15 @@ def lock_chunks(conn: Connection, chunks: Sequence[Chunk]) -> None:
                 f"table {name_table(chunk.schema, chunk.table)} was truncated or rewritten while it was read",
                 "Load it again",
             )
+
+
+def check_partitions(conn: Connection, details: Mapping[str, Any] | None) -> None:
+    """After a query of a root: ConnectionLost if it left out a partition that its snapshot sees. ATTACH takes no lock that
+    would keep us apart, and other sessions see its rows a moment before they hear of the partition."""
+    leaves = (details or {}).get("leaves", ())
+    read = {oid for (oid,) in conn.execute(_LOCKED).fetchall()} if leaves else set()
+    if not read.issuperset(leaves):
+        raise ConnectionLost("a partition was attached at this moment")
 
 
 def _filenode(conn: Connection, chunk: Chunk) -> int:

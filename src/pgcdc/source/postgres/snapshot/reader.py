@@ -42,7 +42,7 @@ from pgcdc.source.postgres.setup.guard import wal_place
 from pgcdc.source.postgres.setup.shapes import read_catalog
 from pgcdc.source.postgres.setup.tables import PublishedTable
 from pgcdc.source.postgres.snapshot.asking import check_table, find_table
-from pgcdc.source.postgres.snapshot.chunks import Chunk, key_conditions, literals, lock_chunks
+from pgcdc.source.postgres.snapshot.chunks import Chunk, check_partitions, key_conditions, literals, lock_chunks
 from pgcdc.source.postgres.snapshot.copy import copy_rows, copy_statement
 from pgcdc.source.postgres.snapshot.held import import_snapshot
 from pgcdc.source.postgres.snapshot.releases import Staged, snapshot_rows, stage_rows
@@ -92,15 +92,16 @@ class ChunkOrder:
         assert self.known is not None
         return self.known.key if self.only_keys else self.known.columns
 
-    def statement(self) -> str:
-        """The COPY. The server compares keys, in its own order."""
+    def statement(self, *, by_text: bool = False) -> str:
+        """The COPY. The server compares keys, in its own order. `by_text`: a given one may be no value of the key's type."""
         assert self.known is not None
         table, low = self.known, self.low if self.after is None else None
         conditions = [*key_conditions(table.key, self.after, low, self.high), table.row_filter, self.where]
         key, tail = ", ".join(map(quote_identifier, table.key)), f" LIMIT {self.limit}"
         if self.keys is not None:
             wanted = ", ".join(f"({literals(one)})" for one in self.keys)
-            conditions.append(f"({key}) IN ({wanted})")
+            names = ", ".join(f"concat({quote_identifier(one)})" for one in table.key) if by_text else key
+            conditions.append(f"({names}) IN ({wanted})")
             tail = ""
         return copy_statement(self.columns, table.source, conditions, f" ORDER BY {key}{tail}")
 
@@ -243,6 +244,7 @@ class Reader:
             self._copy_values(conn, order, read)
         is_whole = not conn.closed
         if is_whole:
+            check_partitions(conn, read.details)
             conn.execute("COMMIT")
         read.is_last = is_whole and (order.keys is not None or read.rows < order.limit)
         read.seconds = time.monotonic() - begun
@@ -275,12 +277,22 @@ class Reader:
                 break
             read.files.append(staged)
         read.rows = sum(one.rows for one in read.files)
+        check_partitions(conn, read.details)
         conn.execute("COMMIT")
         return read
 
     def _copy_values(self, conn: Connection, order: ChunkOrder, read: ChunkRead) -> None:
+        if order.keys is None:
+            return self._copy_statement(conn, order, order.statement(), read)
+        try:
+            with conn.transaction():
+                self._copy_statement(conn, order, order.statement(), read)
+        except psycopg.DataError:  # a target has a key that is none here: every row is asked for its text
+            self._copy_statement(conn, order, order.statement(by_text=True), read)
+
+    def _copy_statement(self, conn: Connection, order: ChunkOrder, statement: str, read: ChunkRead) -> None:
         columns = len(order.columns)
-        rows = copy_rows(conn, order.statement(), columns, batch_bytes=min(CHUNK_BYTES, _BATCH_BYTES))
+        rows = copy_rows(conn, statement, columns, batch_bytes=min(CHUNK_BYTES, _BATCH_BYTES))
         with contextlib.closing(rows):
             for values in rows:
                 read.values.append(values)

@@ -1,0 +1,155 @@
+"""An archive of the classes that Spark loads (AppCDS): the JVM maps it instead of reading ten thousand classes out of jars,
+which is a third of the time to the first event. The first run makes it beside itself (`run/warm.py`). It is for one Java and
+one class path; whatever is wrong with it, Spark starts without it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import json
+import os
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pgcdc.core.errors import PgcdcError
+from pgcdc.core.state import write_json
+
+KEPT = 2  # Archives, of 160 MB each: two installations may take turns
+SWITCH = "PGCDC_CLASS_ARCHIVE"
+"""Of the environment: `off`, or the folder to use."""
+RETRY_S = 86_400.0  # Making it costs half a minute of CPU: not at each start if it fails each time
+PROC = Path("/proc")
+
+
+def folders() -> Iterator[Path]:
+    """Where to keep what makes a start quick, best first: the cache folder, and a temporary one of this user. Nobody else
+    may write there, because the JVM runs what it finds."""
+    said, cache = os.environ.get(SWITCH) or "off", os.environ.get("XDG_CACHE_HOME")
+    found = [Path(tempfile.gettempdir()).resolve() / f"pgcdc-spark-{os.getuid()}"]
+    with contextlib.suppress(RuntimeError):  # there is no home
+        chosen = Path(said) if said != "off" else (Path(cache) if cache else Path.home() / ".cache") / "pgcdc"
+        found.insert(0, chosen.resolve())
+    for folder in found:
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not is_safe(folder):
+                say_once(f"no class archive in {folder}: other users may write there. Change its owner or mode")
+            elif os.access(folder, os.W_OK) or any(folder.glob("classes-*.jsa")):
+                yield folder
+            else:
+                raise PermissionError(errno.EACCES, "it is not writable")
+        except OSError as error:
+            if said != "off":
+                say_once(f"no class archive in {folder}: {error.strerror}")
+
+
+def is_safe(path: Path) -> bool:
+    """Whether only root and this user may write there."""
+    found = path.lstat()
+    return found.st_uid in (0, os.getuid()) and not found.st_mode & 0o022
+
+
+@functools.cache
+def say_once(text: str) -> None:
+    print(f"pgcdc: {text}", file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True, slots=True)
+class ClassArchive:
+    """The archive for one Java and one class path, and a note beside it: its size and time, `null` if this Java makes none,
+    or why the last attempt failed."""
+
+    file: Path
+
+    @classmethod
+    def of(cls, java: str, jars: Path) -> ClassArchive | None:
+        """`java`: what it says of its version. None: it is switched off, or there is no place for it."""
+        if os.environ.get(SWITCH) == "off":
+            return None
+        # Whole seconds: copies of an installation often have no more
+        found = [(one.name, one.stat().st_size, int(one.stat().st_mtime)) for one in sorted(jars.glob("*.jar"))]
+        name = f"classes-{zlib.crc32(repr((java, str(jars), found)).encode()):08x}.jsa"
+        places = (cls(folder / name) for folder in folders())
+        return next((one for one in places if one.is_whole or os.access(one.file.parent, os.W_OK)), None)
+
+    @property
+    def _note_file(self) -> Path:
+        return self.file.with_suffix(".json")
+
+    def _note(self) -> Any:
+        """What the note says; False: nothing that can be read."""
+        with contextlib.suppress(OSError, ValueError):
+            return json.loads(self._note_file.read_text())
+        return False
+
+    @property
+    def is_whole(self) -> bool:
+        with contextlib.suppress(OSError):
+            stat = self.file.stat()
+            return is_safe(self.file) and self._note() == [stat.st_size, int(stat.st_mtime)]
+        return False
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether to make it: there is none, this Java can, and no attempt failed within a day."""
+        note = self._note()
+        failed_at = note["at"] if isinstance(note, dict) else 0.0
+        return note is not None and not self.is_whole and not 0 <= time.time() - failed_at < RETRY_S
+
+    def give_up(self) -> None:
+        """This Java makes none: do not try again."""
+        write_json(self._note_file, None)
+
+    def fail(self, reason: str, at: float | None = None) -> None:
+        """There is none now: try again a day after `at`, or after now."""
+        self.remove()
+        with contextlib.suppress(PgcdcError):
+            write_json(self._note_file, {"failed": reason, "at": at or time.time(), "is_said": at is not None})
+
+    def failure(self) -> str | None:
+        """Why the last attempt failed, once."""
+        note = self._note()
+        if not isinstance(note, dict) or note["is_said"]:
+            return None
+        with contextlib.suppress(PgcdcError):
+            write_json(self._note_file, note | {"is_said": True})
+        return str(note["failed"])
+
+    def options(self, say: Callable[[str], None]) -> str:
+        """For the JVM; empty if there is no archive yet."""
+        if self.is_whole:
+            return f' "-XX:SharedArchiveFile={self.file}" -Xshare:auto -Xlog:cds=off -Xlog:cds+dynamic=off'
+        if os.path.exists(self.file):
+            say(f"the class archive {self.file} is not as it was made: Spark starts without it, and it is made again")
+            self.remove()
+        return ""
+
+    def check_used(self, jvm: int, say: Callable[[str], None]) -> None:
+        """Remove it if this JVM, started with it, did not map it; only Linux shows that. The cause may be an option of this
+        JVM, so it is made again once a day at most."""
+        with contextlib.suppress(OSError):
+            asked, maps = (Path(PROC, str(jvm), one).read_text(errors="replace") for one in ("cmdline", "maps"))
+            if self.file.name in asked and self.file.name not in maps:
+                say(f"Java refused the class archive {self.file}: it is made again, once a day at most")
+                self.fail("Java refused it", self.file.stat().st_mtime)
+
+    def take(self, made: Path) -> None:
+        """Put a new archive in its place; older ones go. The note comes last: an archive without one is made again."""
+        stat = made.stat()
+        os.replace(made, self.file)
+        write_json(self._note_file, [stat.st_size, int(stat.st_mtime)])
+        others = sorted(self.file.parent.glob("classes-*.jsa"), key=lambda one: one.stat().st_mtime, reverse=True)
+        for one in others[KEPT:]:
+            ClassArchive(one).remove()
+
+    def remove(self) -> None:
+        for one in (self.file, self._note_file):
+            with contextlib.suppress(OSError):
+                one.unlink()

@@ -1,0 +1,95 @@
+"""Users' SQL before anything runs: whether it is valid, and what it reads of an event."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from pgcdc.core.errors import ConfigError
+from pgcdc.event.columns import EVENT_COLUMNS, EVENT_SCHEMA
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    from pgcdc.transform.specs import Transform
+
+_SIDES = ("row", "old")
+
+
+def check_sql(spark: SparkSession, what: str, transform: Transform) -> None:
+    """Raise ConfigError for invalid SQL of a transform. Nothing is read and no job runs."""
+    from pyspark.errors import PySparkException
+    from pyspark.sql import functions as F
+    from pyspark.sql.types import ArrayType, BooleanType, MapType, NullType, StructType
+
+    if not transform.sql:
+        return
+    events = spark.createDataFrame([], EVENT_SCHEMA)
+    advice = f"Write Spark SQL on the columns of an event: {', '.join(events.columns)}; a value is row['name']"
+    for text in transform.sql:
+        try:
+            chosen = events.select(F.when(F.lit(True), F.expr(text)).alias("value"))
+            kind = chosen.schema[0].dataType
+            plan = chosen._jdf.queryExecution().analyzed()
+        except PySparkException as error:
+            reason = str(error).strip().splitlines()[0].rstrip(".")
+            raise ConfigError(f"{what}: {text}: {reason}", advice) from error
+        if transform.type == "filter" and not isinstance(kind, BooleanType | NullType):
+            raise ConfigError(f"{what}: {text} is {kind.simpleString()}, not a condition", "Compare it with something")
+        if isinstance(kind, ArrayType | MapType | StructType):
+            raise ConfigError(
+                f"{what}: {text} is {kind.simpleString()}, not one value", "Make text of it with to_json(...)"
+            )
+        if not plan.deterministic():
+            raise ConfigError(f"{what}: {text} is another value each time", "A batch that comes again must be the same")
+        other = re.search(r"^[+:\- ]*(Aggregate|Window|Generate)\b", plan.toString(), re.MULTILINE)
+        if other is not None:
+            raise ConfigError(f"{what}: {text} looks at more than one event", "Use columns of one event only")
+
+
+def find_read(expressions: Sequence[str]) -> tuple[set[str], list[str] | None]:
+    """The columns of events that SQL expressions read, and the values of `row` and `old`; None: all of them."""
+    from pyspark.errors import PySparkException
+    from pyspark.sql import SparkSession
+    from pyspark.sql import functions as F
+
+    try:
+        events = SparkSession.active().createDataFrame([], EVENT_SCHEMA)
+        plan = events.select(*map(F.expr, expressions))._jdf.queryExecution().analyzed()
+    except PySparkException:  # no Spark here, or one that does not know a function
+        return set(EVENT_COLUMNS), None
+    if plan.subqueriesAll().nonEmpty():
+        return set(EVENT_COLUMNS), None
+    columns, values, is_whole = set[str](), set[str](), False
+    left = _items(plan.expressions())
+    while left:
+        one = left.pop()
+        children = _items(one.children())
+        if (
+            _kind(one) in ("GetMapValue", "ElementAt")
+            and _kind(children[1]) == "Literal"
+            and _name(children[0]) in _SIDES
+        ):
+            columns.add(_name(children[0]))
+            values.add(str(children[1].value()))
+            continue
+        if name := _name(one):
+            columns.add(name)
+            is_whole = is_whole or name in (*_SIDES, "unchanged_toast_columns")
+        left += children
+    return columns, None if is_whole else sorted(values)
+
+
+def _items(sequence: Any) -> list[Any]:
+    """Of a sequence of Scala's."""
+    return [sequence.apply(number) for number in range(sequence.size())]
+
+
+def _kind(expression: Any) -> str:
+    return str(expression.getClass().getSimpleName())
+
+
+def _name(expression: Any) -> str:
+    """Of a column; "": it is none."""
+    return expression.name().lower() if _kind(expression) == "AttributeReference" else ""
