@@ -27,12 +27,12 @@ from pgcdc.playground import shop
 START_TIMEOUT_S = 90.0
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
-    """Wait for a condition, never for luck."""
+def wait_until(condition: Callable[[], bool], timeout_s: float, what: str | Callable[[], str]) -> None:
+    """Wait for a condition, never for luck. `what` may say how it stands when the time is over."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"not within {timeout_s:g} s: {what}")
+            raise TimeoutError(f"not within {timeout_s:g} s: {what if isinstance(what, str) else what()}")
         time.sleep(0.02)
 
 
@@ -166,9 +166,23 @@ class Listener:
             # Hurry: do not wait for the next idle progress. A capture that was killed just now is asked by its successor.
             with contextlib.suppress(CaptureGone), contextlib.closing(ControlClient(holder["address"])) as client:
                 client.target()
-        wait_until(
-            lambda: self.delivered_lsn() >= target, timeout_s, f"delivery up to {target:X} ({self.said()[-500:]})"
-        )
+
+        def is_delivered() -> bool:
+            if self.delivered_lsn() >= target:
+                return True
+            if self.process is not None and self.process.poll() is not None:
+                raise AssertionError(f"listen ended with {self.process.returncode}: {self.said()[-2000:]}")
+            return False
+
+        wait_until(is_delivered, timeout_s, lambda: f"delivery up to {target:X}: {self.describe()}")
+
+    def describe(self) -> str:
+        """What it does now, for a test that waited in vain."""
+        command = [sys.executable, "-m", "pgcdc", "status", "--json", "--state-dir", str(self.state.path)]
+        status = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        log = self.state.path / "spark.log"
+        spark = log.read_text()[-2000:] if log.exists() else ""
+        return f"ack {self.ack()}\nstatus {status.stdout}{status.stderr}\nsaid {self.said()[-1500:]}\nspark.log {spark}"
 
 
 def check_equal(one: Listener, *others: str) -> None:

@@ -99,6 +99,26 @@ def test_a_dropped_table_stays_and_an_unlogged_one_is_refused(mirror: Mirror) ->
     assert compare(mirror.database.url, mirror.target, ["t"]) == []
 
 
+def test_a_table_without_columns_keeps_its_number_of_rows(mirror: Mirror) -> None:
+    mirror.run("CREATE TABLE bag (k int)", "ALTER TABLE bag REPLICA IDENTITY FULL", "INSERT INTO bag VALUES (1), (2)")
+    mirror.start()
+    mirror.settle()
+    mirror.run("ALTER TABLE bag DROP COLUMN k")
+    mirror.settle()
+    some = "DELETE FROM bag WHERE ctid IN (SELECT ctid FROM bag LIMIT 3)"
+    mirror.run("INSERT INTO bag SELECT FROM generate_series(1, 5)", some)
+    mirror.settle()
+    assert at_target(mirror, "SELECT count(*) FROM bag") == [(4,)]
+    mirror.run(some, "INSERT INTO bag DEFAULT VALUES")
+    mirror.settle()
+    assert at_target(mirror, "SELECT count(*) FROM bag") == [(2,)]
+    at_target(mirror, "DELETE FROM bag")
+    mirror.run("DELETE FROM bag")
+    mirror.settle()
+    assert [one.partition(":")[0] for one in mirror.said if "not at the target" in one] == ["table bag"]
+    assert mirror.dead_letters() == []
+
+
 def test_an_enum_that_the_target_has_is_used(mirror: Mirror) -> None:
     mirror.run(*SETUP)
     mirror.start()

@@ -95,6 +95,10 @@ def test_a_daemon_that_starts_or_works_is_left_alone(monkeypatch: pytest.MonkeyP
         assert [end_idle_planners(spark, seen) for _ in range(3)] == [0, 0, 0], "it is young"
         monkeypatch.setattr("pgcdc.spark.session.PLANNER_AGE_S", -1.0)
         assert end_idle_planners(spark, seen) == 0, "seen once"
+        with monkeypatch.context() as patch:
+            patch.setattr(psutil.Process, "cmdline", lambda one: [])
+            assert end_idle_planners(spark, seen) == 0, "a process that ends has no command line"
+        assert end_idle_planners(spark, seen) == 0, "seen once"
         assert daemon.stdin is not None
         daemon.stdin.write(b"work\n")
         daemon.stdin.flush()

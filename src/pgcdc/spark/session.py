@@ -139,7 +139,7 @@ def end_idle_planners(spark: SparkSession, seen: set[psutil.Process]) -> int:
     with contextlib.suppress(psutil.Error):
         for one in psutil.Process(jvm.pid).children() if jvm is not None else []:
             with contextlib.suppress(psutil.Error):
-                *_, module, kind = ["", *one.cmdline()]
+                *_, module, kind = ["", "", *one.cmdline()]  # none while it starts or ends
                 is_planner = module == "pyspark.daemon" and kind.startswith("pyspark.sql.worker.")
                 if is_planner and time.time() - one.create_time() > PLANNER_AGE_S and not one.children():
                     idle.add(one)

@@ -29,7 +29,7 @@ from pgcdc.event.edits import SimpleChain
 from pgcdc.event.shape import diff_shapes
 from pgcdc.postgres.database import Connection
 from pgcdc.sink.pg_table.evolve import follow, rebuild
-from pgcdc.sink.pg_table.fold import MissingKey, find_moves, fold_bag, fold_keyed, fold_late, part_of
+from pgcdc.sink.pg_table.fold import Bools, MissingKey, find_moves, fold_bag, fold_keyed, fold_late, part_of
 from pgcdc.sink.pg_table.options import PgTableOptions, TableName
 from pgcdc.sink.pg_table.tables import SourceTable, Targets, choose_key, describe_source
 from pgcdc.sink.pg_table.target import Blame, Effect, Rejected, RowFault, blame, is_conflict
@@ -188,6 +188,10 @@ class Applier:
 
     def _apply(self, run: TableChanges, source: SourceTable) -> None:
         """Fold and write one run; updates that only the target can do cut it."""
+        if not run.relation.columns:  # of rows without columns only the number matters
+            is_new: Bools = (run.op == Op.INSERT) | (run.op == Op.SNAPSHOT)
+            self._open().resize(source, int(is_new.sum() - (run.op == Op.DELETE).sum()))
+            return
         target = self._open().targets.of(source)
         names = [column.name for column in run.relation.columns]
         key = choose_key(source, target, names)

@@ -86,6 +86,15 @@ class Writer:
         if folded.fresh is not None:
             self._insert(target, folded.fresh, key)
 
+    def resize(self, source: SourceTable, more: int) -> None:
+        """Add rows to a table without columns, or delete any of its rows."""
+        table = self.targets.prepare(source, [], ()).sql
+        if more > 0:
+            self._run(f"INSERT INTO {table} SELECT FROM generate_series(1, {more})")
+        elif more < 0:
+            some = f"SELECT tableoid, ctid FROM {table} LIMIT {-more}"
+            self._miss(source, -more - self._run(f"DELETE FROM {table} WHERE (tableoid, ctid) IN ({some})"))
+
     def _miss(self, source: SourceTable, count: int) -> None:
         # A row with a deferrable key may have been replaced in an earlier part of its transaction.
         if count > 0 and not source.is_key_deferrable:
