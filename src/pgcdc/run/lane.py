@@ -65,7 +65,7 @@ class Lane:
         self.boundary = threading.Lock()
         """Held while a batch runs: its holder is between two batches, and may move members."""
         self.moved = threading.Event()  # Set when a batch has ended, however
-        self.ended = threading.Event()  # The same, for who acknowledges
+        self.ended = threading.Event()  # The same, for who acknowledges: the lanes of a run share it
         self.times = BatchTimes()
         self.on_begin: Callable[[Position], None] = lambda start: None
         """Called with the start of each batch, before `members`."""

@@ -217,10 +217,10 @@ class Lanes:
             self._moves.let_go_unknown(list(self.link.last_status().get("consumers", {})))
 
     def _wait(self) -> None:
-        """Until main's batch has ended, and Spark has had time to commit it."""
+        """Until a batch has ended, and Spark has had time to commit it."""
         is_short = self.config.once or self.main.query is None
-        if self.main.ended.wait(POLL_S / 5 if is_short else POLL_S):
-            self.main.ended.clear()
+        if self._moves.ended.wait(POLL_S / 5 if is_short else POLL_S):
+            self._moves.ended.clear()
             self._is_closed.wait(COMMIT_S)
 
     def acknowledge(self) -> None:

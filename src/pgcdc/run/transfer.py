@@ -43,6 +43,7 @@ class Moves:
         self.members: dict[str, Member] = {}
         self.lanes: dict[str, Lane] = {}
         self.left_over: list[Lane] = []  # To be stopped and forgotten
+        self.ended = threading.Event()  # Set when a batch of any lane has ended
         self.membership = Membership(Roster.from_json(read_json(state.lanes_file)), self)
         self._removed: dict[str, Member] = {}  # Adapters that were writing when they were removed
         self._spool: SpoolReader | None = None  # Of `skip_ahead`, while an adapter is in its own lane
@@ -103,6 +104,7 @@ class Moves:
             if name not in self.lanes:
                 initial, _ = self._link.join(name)
                 lane = Lane(name, self._state.checkpoints / name, initial, lambda: self._members_of(name))
+                lane.ended = self.ended
                 if name == MAIN:
                     lane.on_begin, lane.on_leave = self.begin_batch, self.leave
                 self.lanes[name] = lane
