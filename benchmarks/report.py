@@ -25,7 +25,7 @@ GROUPS = {
     "Memory": ("toast", "large", "large-spark"),
     "Parts alone": ("decode", "cast", "cli", "sentinel"),
     "Right under load": ("blocked", "reload", "verify", "verify-beside", "key-change"),
-    "Size": ("size",),
+    "Size and tests": ("size", "coverage"),
 }
 PICTURES = {
     "Latency": (

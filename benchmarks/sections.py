@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from bench import Bench
+from covered import measure_coverage
 from delivering import measure_hot_reload, measure_one_blocked, measure_webhooks
 from draining import (
     measure_backlog,
@@ -73,4 +74,5 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {
     "verify-beside": measure_verify_beside,
     "key-change": measure_key_change,
     "size": measure_size,
+    "coverage": measure_coverage,
 }
