@@ -21,7 +21,7 @@ cdef enum:
     DECIMAL = 5
     NUMBER = 6
 
-cdef uint8_t ESCAPES[256]  # 0: as it is; u: by its number; else the letter behind the backslash
+cdef uint8_t ESCAPES[256]  # 0: written unchanged; u: as \u and its code; else the letter after the backslash
 memset(ESCAPES, 0, sizeof(ESCAPES))
 memset(ESCAPES, c"u", 32)
 for _byte, _letter in ((0x08, "b"), (0x09, "t"), (0x0A, "n"), (0x0C, "f"), (0x0D, "r"), (0x22, '"'), (0x5C, "\\")):
@@ -153,19 +153,19 @@ cdef struct Side:
     # One of the two columns of tuples.
     Lists lists
     Texts items
-    const int32_t* where  # NULL: nothing is replaced; else for each item the index of its text in `texts`, or -1
+    const int32_t* where  # NULL: nothing is replaced; else, for each item, the index of its text in `texts`, or -1
     Texts texts
 
 
 cdef struct Typed:
-    # How values are written where they have types; `kinds` NULL: all of them are text.
+    # How values are written when columns have types; `kinds` NULL: every value is text.
     const uint8_t* kinds
     Texts absent
     Texts placeholders
 
 
 cdef int put_number(Output* out, const uint8_t* data, size_t size) except -1:
-    """An integer as it is, if it is one."""
+    """An integer, written unchanged if it is one."""
     cdef size_t place = 1 if size > 1 and data[0] == c"-" else 0
     cdef bint is_number = 0 < size < 21
     while is_number and place < size:
@@ -178,7 +178,7 @@ cdef const char* BASE64 = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0
 
 
 cdef int put_base64(Output* out, int64_t number) except -1:
-    """The bytes of a number, as few as it needs, highest first, as a JSON string."""
+    """The bytes of a number as a JSON string: as few as possible, most significant first."""
     cdef uint8_t data[9]
     cdef uint8_t text[14]
     cdef int size = 1, place, to = 1
@@ -203,12 +203,12 @@ cdef int put_base64(Output* out, int64_t number) except -1:
 
 
 cdef int put_decimal(Output* out, const uint8_t* data, size_t size, bint has_scale) except -1:
-    """A number of at most 18 digits, with a point or without one."""
+    """A number of at most 18 digits, with or without a decimal point."""
     cdef size_t place, scale = 0
     cdef bint is_behind = False
     cdef int64_t number = 0
     cdef uint8_t digit
-    if has_scale:  # the scale that it needs
+    if has_scale:  # the scale it needs
         for place in range(size):
             is_behind = is_behind or data[place] == c"."
         while is_behind and data[size - 1] == c"0":
@@ -269,7 +269,7 @@ cdef int put_value(Output* out, uint8_t kind, const uint8_t* data, size_t size) 
 
 
 cdef inline bint put_instead(Output* out, Texts* names, Texts* texts, int64_t name, bint is_first) except -1:
-    """A column whose value was not sent, if there is something to be said; returns whether nothing was written before."""
+    """Write the replacement for a value that was not sent, if there is one; returns whether the object is still empty."""
     cdef int64_t index = name + texts.offset
     if texts.ends[index] == texts.ends[index + 1]:
         return is_first
@@ -284,7 +284,7 @@ cdef int put_values(
     Output* out, Side* side, int64_t row, Texts* names, int64_t first, const uint8_t* keys, const uint8_t* dropped,
     Unchanged* unchanged, bint is_old, Typed* typed
 ) except -1:
-    """One tuple as a JSON object; `keys` not NULL: only these columns were sent; `dropped` not NULL: without these."""
+    """Write one tuple as a JSON object. `keys` not NULL: only these columns were sent; `dropped` not NULL: omit these."""
     cdef int32_t begin, end, index, column
     cdef int64_t item
     cdef Lists* lists = &side.lists
@@ -349,7 +349,7 @@ cdef const uint8_t* bytes_of(const uint8_t[::1] array):
 
 
 def render(frame, changes, layout):
-    """The events of `changes` as JSON, one after the other: a string array."""
+    """The events of `changes` as JSON, one after another, in a string array."""
     ids, begin = layout.ids, layout.begin
     cdef const uint8_t* begin_text = begin
     cdef size_t begin_size = len(begin)
@@ -369,7 +369,8 @@ def render(frame, changes, layout):
     cdef const int64_t[::1] first = frame.first
     cdef const uint8_t[::1] is_key = frame.is_key
     new, old, marks, edit = changes.column("new"), changes.column("old"), changes.column("unchanged"), frame.edit
-    new_values, old_values, mark_values = new.values, old.values, marks.values  # alive while their buffers are read
+    # keeps them alive while their buffers are read
+    new_values, old_values, mark_values = new.values, old.values, marks.values
     cdef Side news = side_of(new, edit.new)
     cdef Side olds = side_of(old, edit.old)
     cdef const uint8_t* dropped_new = bytes_of(frame.dropped["new"])
@@ -443,7 +444,7 @@ def render(frame, changes, layout):
 cdef int put_unchanged(
     Output* out, Unchanged* unchanged, Texts* names, int64_t first, const uint8_t* dropped
 ) except -1:
-    """The names of the new row's unchanged columns, if there are any; a key ends with a colon, which is left out."""
+    """The names of the new row's unchanged columns, if any. A key ends with a colon, which is omitted here."""
     cdef int32_t index
     cdef int64_t name
     cdef bint is_first = True

@@ -1,8 +1,8 @@
-"""The events of one batch, in the form that a sink takes: lines, records, fields, or changes of tables.
+"""The events of one batch, in the form that a sink takes: lines, records, fields, or table changes.
 
-The source makes a form's columns for each chain that asks for it (`event.forms`); they are read here. Masks, drops, renames
-and routes are already applied. A sink that needs values takes `records`, `fields` or `tables`. Rendered text is parsed only
-where it is all there is: dead letters (`event.changes`).
+The source builds a form's columns for each chain that asks for it (`event.forms`); this module reads them. Masks,
+drops, renames and routes are already applied. A sink that needs values takes `records`, `fields` or `tables`. Rendered
+text is parsed only where nothing else exists: for dead letters (`event.changes`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pgcdc.event.forms import RECORD, WITH_SHAPES, Form, form_column, read_shape
 from pgcdc.event.lines import quote_json
 from pgcdc.event.shape import TableShape
 
-COMBINED_BYTES = 1 << 30  # Columns up to this size are read as one: offsets have 32 bits
+COMBINED_BYTES = 1 << 30  # Columns up to this size are combined into one: offsets have 32 bits
 
 Bools = npt.NDArray[np.bool_]
 I64 = npt.NDArray[np.int64]
@@ -38,7 +38,7 @@ class Records:
     operation: pa.ChunkedArray
     key: pa.ChunkedArray  # The values of the key columns as a JSON array; null if the event has no key
     key_hash: pa.ChunkedArray  # Equal for all events of one row; without a key, for all events of the table
-    is_barrier: pa.ChunkedArray  # Everything before it comes first, everything behind it later
+    is_barrier: pa.ChunkedArray  # Everything before it must be written first, everything after it later
     value: pa.ChunkedArray  # The rendered event, without a newline
     traceparent: pa.ChunkedArray
     tracestate: pa.ChunkedArray
@@ -46,16 +46,17 @@ class Records:
 
 @dataclass(frozen=True, slots=True)
 class TableChanges:
-    """Changes of one table in one shape, in stream order. A TRUNCATE stands alone, without values."""
+    """Changes of one table in one shape, in stream order. A TRUNCATE is alone in its run and has no values."""
 
     relation: Relation
-    """Behind the edits. `event.forms.has_key`: whether its rows have a key (not if the chain drops part of it)."""
+    """The shape after the chain's edits. `event.forms.has_key` says whether its rows have a key (no, if the chain drops
+    part of it)."""
     details: Mapping[str, Any] | None
-    """The catalog's description of this shape (`source.postgres.setup.shapes`), behind the edits as well."""
+    """The catalog's description of this shape (`source.postgres.setup.shapes`), also after the edits."""
     op: npt.NDArray[np.uint8]  # See `core.operation.Op`
     rows: I64  # The numbers of these events in the batch
-    new: list[pa.Array]  # For each column of `relation` the text of its values; NULL is null. Of a DELETE all are null
-    old: list[pa.Array]  # The same before the change, as far as `old_kind` says
+    new: list[pa.Array]  # For each column of `relation`, its values as text; NULL is null. For a DELETE all are null
+    old: list[pa.Array]  # The values before the change, as far as `old_kind` says
     old_kind: npt.NDArray[np.uint8]  # See `core.operation.OldKind`
     unchanged: list[Bools | None]
     """For each column, where its new value is unchanged TOAST: not sent, so null in `new` does not mean NULL."""
@@ -71,9 +72,9 @@ class Batch:
 
     start: Position
     end: Position
-    events: pa.Table  # A row per event: `position` (text that sorts in stream order) and the columns of the form
-    shapes: Mapping[int, TableShape] = field(default_factory=dict)  # For changes of tables, by number
-    transaction: bool = False  # Whether events say which transaction they belong to
+    events: pa.Table  # One row per event: `position` (text that sorts in stream order) and the columns of the form
+    shapes: Mapping[int, TableShape] = field(default_factory=dict)  # For table changes, by number
+    transaction: bool = False  # Whether events include their transaction
 
     def __len__(self) -> int:
         return int(self.events.num_rows)
@@ -88,13 +89,13 @@ class Batch:
         return self.events.column("position")
 
     def after(self, ack: Position) -> Batch:
-        """The same batch without what `ack` already covers."""
+        """The same batch without the events that `ack` already covers."""
         if ack <= self.start:
             return self
         return replace(self, start=ack, events=self.events.filter(pc.greater(self.positions(), str(ack))))
 
     def up_to(self, end: Position) -> Batch:
-        """The same batch without what comes behind `end`."""
+        """The same batch without the events after `end`."""
         return replace(self, end=end, events=self.events.filter(pc.less_equal(self.positions(), str(end))))
 
     def first(self, count: int) -> Batch:
@@ -102,7 +103,7 @@ class Batch:
         return self.slice(0, count)
 
     def slice(self, begin: int, end: int) -> Batch:
-        """The events in [begin, end). A position that this would cut belongs to the part in which it begins."""
+        """The events in [begin, end). A position that would be cut belongs entirely to the part in which it begins."""
         begin, end = self._boundary(begin), self._boundary(end)
         if begin == 0 and end == len(self):
             return self
@@ -110,13 +111,13 @@ class Batch:
         return replace(self, start=start, end=stop, events=self.events.slice(begin, max(0, end - begin)))
 
     def _reached(self, rows: int) -> Position:
-        """Where the first `rows` events end."""
+        """The position where the first `rows` events end."""
         if 0 < rows < len(self):
             return Position.parse(self.positions()[rows - 1].as_py())
         return self.end if rows else self.start
 
     def _boundary(self, row: int) -> int:
-        """The first index at or behind `row` that cuts no position."""
+        """The first index at or after `row` that does not split a position."""
         positions, total = self.positions(), len(self)
         while 0 < row < total and positions[row] == positions[row - 1]:
             row += 1
@@ -135,13 +136,13 @@ class Batch:
         return replace(self, events=self.events.filter(is_in))
 
     def lines(self) -> Iterator[memoryview]:
-        """The rendered events, each with a newline, concatenated in as few pieces as there are chunks."""
+        """The rendered events, each with a newline, concatenated into one piece per chunk."""
         if self.form == "lines":
             return line_buffers(self.events.column("line").chunks)
         return (memoryview(f"{text}\n".encode()) for text in self.texts())
 
     def texts(self) -> list[str]:
-        """The rendered events of any form, without newlines: for messages and dead letters, which are few."""
+        """The rendered events in any form, without newlines. For messages and dead letters, which are few."""
         if self.form == "lines":
             return [line.removesuffix("\n") for line in self.events.column("line").to_pylist()]
         if self.form == "records":
@@ -152,7 +153,7 @@ class Batch:
         return [text for texts in found for text in texts.to_pylist()]
 
     def records(self) -> Records:
-        """The events with what brokers, caches and HTTP need."""
+        """The events with the fields that brokers, caches and HTTP need."""
         events = self.events if "value" in self.events.column_names else _bare_records(self.events)
         columns = {name: events.column(name) for name in Records.__slots__}
         barriers = columns["is_barrier"].to_numpy() | _new_shapes(events)
@@ -160,8 +161,8 @@ class Batch:
         return Records(**columns)
 
     def tables(self) -> Iterator[TableChanges]:
-        """Changes of tables, each table's in stream order. Each run has one shape of one table; a TRUNCATE is its own run.
-        Events that change no table come only with the form `changes`, with a made-up relation."""
+        """Table changes, in stream order for each table. Each run has one shape of one table; a TRUNCATE is its own
+        run. Events that change no table appear only in the form `changes`, with a made-up relation."""
         done = 0
         for part in self._parts():
             yield from _read_runs(part, done, self.shapes)
@@ -174,7 +175,7 @@ class Batch:
 
 
 def _join_fields(event: Mapping[str, str | None], *, transaction: bool) -> str:
-    """The text of an event from its fields."""
+    """Build the text of an event from its fields."""
     if event["id"] is None:
         return str(event["payload"])
     texts = {name: quote_json(event[name]) for name in ("id", "channel", "operation")}
@@ -190,8 +191,8 @@ def split_forms(
     beside: Sequence[Mapping[bytes, bytes]] = (),
     kept: Mapping[int, pa.ChunkedArray] | None = None,
 ) -> list[Batch]:
-    """A batch with a column per chain and form (`form_column`), split into them. `kept`: by chain, which events it has of
-    those in its columns."""
+    """Split a batch that has a column per chain and form (`form_column`) into one batch per column. `kept`: for each
+    chain, which of those events it keeps."""
     made: dict[tuple[int, Form], Batch] = {}
     for number, form in wanted:
         if (number, form) not in made:
@@ -221,7 +222,7 @@ def line_buffers(arrays: Iterable[pa.Array]) -> Iterator[memoryview]:
 
 
 def _bare_records(lines: pa.Table) -> pa.Table:
-    """Typed rows as records: without channel and key, so that all stay in order."""
+    """Typed rows as records: without channel and key, so that all of them stay in order."""
     ids: list[str] = []
     number, positions = 0, lines.column("position").to_pylist()
     for before, position in zip([None, *positions], positions, strict=False):
@@ -236,7 +237,7 @@ def _bare_records(lines: pa.Table) -> pa.Table:
 
 
 def _new_shapes(events: pa.Table) -> Bools:
-    """Events where a channel's shape changes: rows before them may have other keys."""
+    """Which events follow a change of their channel's shape: rows before them may have other keys."""
     versions = events.column("relation").to_numpy()
     result = np.zeros(len(versions), np.bool_)
     if len(versions) and (versions != versions[0]).any():
@@ -248,18 +249,18 @@ def _new_shapes(events: pa.Table) -> Bools:
 
 
 def is_single(batch: Batch) -> bool:
-    """Whether all events of a batch share one position, which is never cut."""
+    """Whether all events of a batch share one position, which cannot be split."""
     positions = batch.positions()
     return len(positions) > 0 and positions[0] == positions[len(positions) - 1]
 
 
 def halve(batch: Batch) -> Batch:
-    """About the first half of a batch; all of it if it has one position only."""
+    """About the first half of a batch; the whole batch if it has only one position."""
     positions = batch.positions().to_pylist()
     if is_single(batch) or not positions:
         return batch
     half = batch.first(max(1, len(positions) // 2))
-    if len(half) == len(positions):  # the second half shares one position
+    if len(half) == len(positions):  # the whole second half shares one position
         half = batch.first(positions.index(positions[-1]))
     return half
 
@@ -299,7 +300,7 @@ def _read_runs(part: pa.RecordBatch, done: int, shapes: Mapping[int, TableShape]
 
 
 class _Side:
-    """Rows as lists of values; columns are taken out of them."""
+    """Rows as lists of values, from which columns are extracted."""
 
     def __init__(self, lists: pa.Array) -> None:
         self._values = lists.values

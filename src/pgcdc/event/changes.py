@@ -1,5 +1,5 @@
-"""Changes of tables for sinks: one by one, with each row's key and its values afterwards; also from dead letters, which keep
-only the rendered event."""
+"""Table changes for sinks: one by one, each with its row's key and the values after the change. Also rebuilds them from
+dead letters, which keep only the rendered event."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ Key = tuple[str | None, ...]
 
 
 class KeyedChange(NamedTuple):
-    """What a change does to one row; a TRUNCATE, to all."""
+    """The effect of a change on one row; for a TRUNCATE, on all rows."""
 
     position: str
     table: Relation
     op: Op
-    key: Key  # The key of the row: after the change, of a DELETE before it. A value that did not come is None
-    old_key: Key  # The key that the row had: the same, unless an UPDATE changed it
-    row: dict[str, str | None]  # The values that are known, as text
-    lacks: tuple[str, ...]  # The columns whose values are unchanged, and were not sent
+    key: Key  # The row's key after the change; for a DELETE, before it. A value that was not sent is None
+    old_key: Key  # The row's previous key: the same, unless an UPDATE changed it
+    row: dict[str, str | None]  # The known values, as text
+    lacks: tuple[str, ...]  # Columns with unchanged values that were not sent
 
 
 def keyed_changes(batch: Batch, id_column: str = "") -> Iterator[KeyedChange]:
-    """The changes of a batch, each table's in stream order. `id_column` replaces the key of every table. SinkError: a
-    table's rows cannot be told apart."""
+    """The changes of a batch, in stream order for each table. `id_column` replaces the key of every table. Raises
+    SinkError if a table's rows cannot be identified."""
     for run in batch.tables():
         positions = batch.positions().take(pa.array(run.rows)).to_pylist()
         names = [column.name for column in run.relation.columns]
@@ -68,7 +68,8 @@ def keyed_changes(batch: Batch, id_column: str = "") -> Iterator[KeyedChange]:
 
 
 def parts_of(batch: Batch, max_events: int, max_bytes: int) -> Iterator[Batch]:
-    """A batch of table changes in parts of limited size; a larger row and a TRUNCATE stand alone."""
+    """Split a batch of table changes into parts of limited size. A row above the limit and a TRUNCATE each get their
+    own part."""
     cuts = np.flatnonzero(batch.events.column("op").to_numpy() == Op.TRUNCATE)
     cuts = np.unique(np.concatenate([cuts, cuts + 1, [len(batch)]]))
     begin = 0
@@ -76,7 +77,7 @@ def parts_of(batch: Batch, max_events: int, max_bytes: int) -> Iterator[Batch]:
         end = min(begin + max_events, int(cuts[np.searchsorted(cuts, begin, side="right")])) if len(batch) else 0
         while end > begin + 1 and batch.events.slice(begin, end - begin).nbytes > max_bytes:
             end = (begin + end) // 2
-        part = batch.slice(begin, end)  # a position is never cut
+        part = batch.slice(begin, end)  # a position is never split
         yield part
         begin += len(part)
         if begin >= len(batch):
@@ -84,14 +85,14 @@ def parts_of(batch: Batch, max_events: int, max_bytes: int) -> Iterator[Batch]:
 
 
 def check_keys(adapter: str, relations: Callable[[], Iterable[Relation]], id_column: str) -> None:
-    """Find tables whose rows have no key before their rows are read: ConfigError."""
+    """Raise ConfigError for tables whose rows have no key, before any row is read."""
     try:
         found = list(relations())
-    except PgcdcError:  # who needs the source says so
+    except PgcdcError:  # callers that need the source report this themselves
         return
     for one in found:
         if not id_column and one.replica_identity == "f":
-            continue  # the catalog says the key later
+            continue  # the catalog supplies the key later
         try:
             key_columns(one, None, id_column)
         except SinkError as error:
@@ -99,7 +100,7 @@ def check_keys(adapter: str, relations: Callable[[], Iterable[Relation]], id_col
 
 
 def key_columns(relation: Relation, details: Mapping[str, Any] | None, id_column: str) -> Sequence[str]:
-    """The key columns of a table. SinkError: its rows cannot be told apart."""
+    """The key columns of a table. Raises SinkError if its rows cannot be identified."""
     details = details or {}
     columns = {column.name: column for column in relation.columns}
     title = f"table {relation.channel.partition(':')[2]}"
@@ -114,7 +115,7 @@ def key_columns(relation: Relation, details: Mapping[str, Any] | None, id_column
         return [id_column]
     primary = details.get("primary_key") or ()
     key = [name for name, column in columns.items() if column.is_key] if has_key(relation) else list(primary)
-    if gone := [name for name in key if name not in columns]:  # dead letters may be older than the chain
+    if gone := [name for name in key if name not in columns]:  # a dead letter may be older than the chain
         raise SinkError(
             f"rows of {title} come without {', '.join(gone)} of its key: a transform drops or renames it",
             "Name a column that they have with id_column, or keep the key out of drop_columns and rename_fields",
@@ -133,8 +134,8 @@ def key_columns(relation: Relation, details: Mapping[str, Any] | None, id_column
 
 
 def settle(changes: TableChanges, columns: Sequence[int] | None = None) -> tuple[list[pa.Array], list[Bools | None]]:
-    """Each change's row, and which of its values are unknown. For a DELETE it is the old row; otherwise the old row supplies
-    values that were not sent, if it came. `columns`: of a DELETE's old row only these."""
+    """Each change's row, and which of its values are unknown. For a DELETE it is the old row. Otherwise the old row, if
+    it was sent, supplies the values that the new row omits. `columns`: read only these from a DELETE's old row."""
     has_old: Bools = changes.old_kind != OldKind.NONE
     is_full: Bools = changes.old_kind == OldKind.FULL
     is_delete: Bools = (changes.op == Op.DELETE) & has_old
@@ -167,8 +168,8 @@ _EVENT = pa.schema(
 
 
 def read_changes(batch: Batch, shapes: ShapeHistory, chain: SimpleChain | None = None) -> Batch:
-    """The same batch, of lines or records, in the form of tables. SinkError: a line is not one of our events. `chain` is
-    what the adapter's transforms do to columns now: an event may be older."""
+    """The same batch of lines or records, in the form `tables`. Raises SinkError if a line is not one of our events.
+    `chain` is what the adapter's transforms do to columns now; the event may be older."""
     texts = zip(batch.positions().to_pylist(), batch.texts(), strict=True)
     events = [_read_event(*one, shapes, chain or SimpleChain((), ())) for one in texts]
     rows = pa.RecordBatch.from_pylist([one for one in events if one is not None], _EVENT)
@@ -180,7 +181,7 @@ def read_changes(batch: Batch, shapes: ShapeHistory, chain: SimpleChain | None =
 
 
 def _read_event(position: str, text: str, shapes: ShapeHistory, chain: SimpleChain) -> dict[str, Any] | None:
-    """The columns of an event (`event.columns`); None: no change of a table."""
+    """The columns of an event (`event.columns`); None if it does not change a table."""
     event = _parse(text)
     operation, payload = event["operation"], event["payload"]
     row, old, lacks = payload["row"], payload["old"], payload.get("_unchanged_toast_columns", ())
@@ -209,7 +210,7 @@ def _read_event(position: str, text: str, shapes: ShapeHistory, chain: SimpleCha
 
 
 def source_table(channel: str, table: str) -> tuple[str, str]:
-    """The table of an event's channel and `payload.table`. Names may have dots: it takes both."""
+    """The table of an event, from its channel and `payload.table`. Both are needed because names may contain dots."""
     full = channel.partition(":")[2]
     return ("public", table) if full == table else (full[: -len(table) - 1], table)
 
@@ -217,7 +218,7 @@ def source_table(channel: str, table: str) -> tuple[str, str]:
 def _find_shape(
     shapes: ShapeHistory, table: tuple[str, str], position: str, chain: SimpleChain, names: set[str]
 ) -> TableShape | None:
-    """The table's shape behind the chain; or before it, if only that one has its key among these columns."""
+    """The table's shape after the chain; the shape before it if only that one has its key among these columns."""
     change = shapes.in_force(*table, Position.parse(position))
     if change is None:
         return None

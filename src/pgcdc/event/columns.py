@@ -1,6 +1,6 @@
-"""Events as columns, one row each: what Spark sees, and the way back. One schema for all tables: `row` and `old` are maps
-with PostgreSQL's own text. Columns that Spark changed become a frame again (`ColumnReader`), so that later steps share the
-source's code."""
+"""Events as columns, one row each: what Spark sees, and the way back. All tables share one schema: `row` and `old` are
+maps that hold PostgreSQL's own text. Columns that Spark changed become a frame again (`ColumnReader`), so that later
+steps share the source's code."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ CHANGEABLE = ("channel", "operation", "schema", "table", "row", "old", "unchange
 TEXT_COLUMNS = {"json": "string", "line": "string"}
 """The whole event as JSON text, without and with a newline: only on request."""
 SHAPE_COLUMNS = {"shape": "string", "table_ordinal": "bigint"}
-"""For envelopes: the table's shape as JSON (`read_shape`), and the change's number (from 1) among its transaction's changes
-of this table. Only on request."""
+"""For envelopes, only on request: the table's shape as JSON (`read_shape`), and the change's number (from 1) among its
+transaction's changes of this table."""
 KEY_COLUMNS = {"key": "map<string,string>", "key_hash": "bigint", "is_barrier": "boolean"}
 """Which events must stay in order (`event.forms`): only on request."""
 EVENT_SCHEMA = ", ".join(f"{name} {kind.upper()}" for name, kind in EVENT_COLUMNS.items())
 """The columns of an event, as Spark DDL."""
 SHAPE_SCHEMA = "".join(f", {name} {kind.upper()}" for name, kind in SHAPE_COLUMNS.items())
-"""SHAPE_COLUMNS as Spark DDL, to be put behind EVENT_SCHEMA."""
+"""SHAPE_COLUMNS as Spark DDL, to append to EVENT_SCHEMA."""
 
 MAP = pa.map_(pa.string(), pa.string())
 NAMES = pa.list_(pa.string())
@@ -61,7 +61,7 @@ NAMES = pa.list_(pa.string())
 
 
 def shape_text(shape: TableShape, database: str = "") -> str:
-    """The column `shape` of events of this shape."""
+    """The `shape` column's value for events of this shape."""
     return json.dumps({"database": database, **shape.to_json()})
 
 
@@ -72,12 +72,12 @@ def shape_texts(frame: Frame) -> list[str]:
 
 @cache
 def read_shape(text: str) -> tuple[TableShape, str]:
-    """The shape in a `shape` column's text, and its database's name."""
+    """The shape in a `shape` column's value, and the name of its database."""
     return TableShape.from_json(raw := json.loads(text)), raw["database"]
 
 
 def row_and_old(frame: Frame) -> tuple[pa.Array, pa.Array]:
-    """`row`: the new values (a DELETE's old ones). `old`: an UPDATE's old values, as far as sent."""
+    """`row`: the new values (for a DELETE, the old ones). `old`: the old values of an UPDATE, as far as they were sent."""
     key_only: Bools = frame.old_kind == OldKind.KEY
     is_delete: Bools = frame.op == Op.DELETE
     unchanged = _flat_unchanged(frame)
@@ -91,7 +91,7 @@ def row_and_old(frame: Frame) -> tuple[pa.Array, pa.Array]:
 
 
 def key_maps(frame: Frame) -> pa.Array:
-    """Only the replica identity's columns, new (for a DELETE: old); NULL where there are none."""
+    """Only the replica identity's columns: new values, or old ones for a DELETE. NULL if there are none."""
     everywhere, unchanged = np.ones(len(frame), np.bool_), _flat_unchanged(frame)
     sides = [_maps(frame, side, everywhere, unchanged) for side in ("new", "old")]
     has_any = np.array([any(column.is_key for column in shape.columns) for shape in frame.shapes], np.bool_)
@@ -101,7 +101,7 @@ def key_maps(frame: Frame) -> pa.Array:
 
 
 def unchanged_names(frame: Frame) -> pa.Array:
-    """Names of columns whose new values are unchanged TOAST; NULL where there are none."""
+    """Names of columns whose new values are unchanged TOAST; NULL if there are none."""
     rows, columns = _flat_unchanged(frame)
     rows, columns = rows[columns >= 0], columns[columns >= 0]
     if not len(rows):
@@ -124,7 +124,8 @@ def _flat_unchanged(frame: Frame) -> tuple[I64, I64]:
 
 
 def _maps(frame: Frame, side: str, key_only: Bools, unchanged: tuple[I64, I64]) -> pa.Array:
-    """Lists of values as maps from column name to text, without what was not sent (unchanged TOAST, no key)."""
+    """Lists of values as maps from column name to text, without values that were not sent (unchanged TOAST, columns
+    outside the key)."""
     lists = frame.changes.column(side)
     if lists.null_count == len(lists):
         return pa.nulls(len(lists), MAP)
@@ -152,14 +153,15 @@ def _maps(frame: Frame, side: str, key_only: Bools, unchanged: tuple[I64, I64]) 
     is_null = np.append(lists.is_null().to_numpy(zero_copy_only=False), False) if lists.null_count else None
     offsets = pa.array(starts.astype(np.int32), mask=is_null)  # a null offset makes a null map
     keys = frame.names.take(pa.array(name_of))
-    return pa.MapArray.from_arrays(offsets, keys, values.view(pa.string()), MAP)  # the frame has checked the text
+    # the frame has already checked the text
+    return pa.MapArray.from_arrays(offsets, keys, values.view(pa.string()), MAP)
 
 
 # --- and back
 
 
 class _Place(NamedTuple):
-    """What tells variants apart: columns, and the names in their maps (None: no map)."""
+    """What distinguishes variants: the columns, and the names in their maps (None: no map)."""
 
     channel: str
     schema: str | None
@@ -172,20 +174,20 @@ class _Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """What all rows of one place share. The relation has the columns of both sides."""
+    """What all rows of one place share. The relation has the columns of both maps."""
 
     relation: Relation
     channel: str
     details: Mapping[str, Any] | None
     database: str
     lacking: tuple[bool, ...]
-    places: dict[str, list[int]]  # For each side where the columns stand in its map; -1: nowhere
+    places: dict[str, list[int]]  # For each map, where each column is in it; -1: nowhere
     old_kind: OldKind
     marks: list[int]
 
 
 class ColumnReader:
-    """Makes frames of batches of columns. A shape has the same number in all of them."""
+    """Turns batches of columns into frames. A shape has the same number in all of them."""
 
     def __init__(self) -> None:
         self._variants: dict[_Place, tuple[int, _Variant]] = {}
@@ -195,7 +197,7 @@ class ColumnReader:
         self._texts: dict[str | None, int] = {}
 
     def read(self, events: pa.RecordBatch) -> tuple[Frame, dict[str, pa.Array]]:
-        """A frame of these events, and the columns that are not made from it. A missing column is NULL everywhere."""
+        """A frame of these events, and the columns that are not derived from it. A missing column is NULL everywhere."""
         columns = {name: _whole(events, name) for name in (*EVENT_COLUMNS, "shape")}
         is_delete: Bools = pc.equal(columns["operation"], "DELETE").to_numpy(zero_copy_only=False)
         of_row, numbers, variants = self._find(columns, is_delete)
@@ -234,7 +236,8 @@ class ColumnReader:
             lacking if lacking.any() else None,
         )
         given = {name: events.column(name) for name in _GIVEN if name in events.schema.names}
-        texts = pc.dictionary_encode(columns["shape"], null_encoding="encode")  # one for all variants of a table
+        # one shape serves all variants of a table
+        texts = pc.dictionary_encode(columns["shape"], null_encoding="encode")
         of_text = [self._texts.setdefault(text, len(self._texts)) for text in texts.dictionary.to_pylist()]
         given["relation"] = pa.array(np.array(of_text, np.int32)[texts.indices.to_numpy()])
         return frame, given
@@ -242,7 +245,7 @@ class ColumnReader:
     def _find(
         self, columns: dict[str, pa.Array], is_delete: Bools
     ) -> tuple[npt.NDArray[np.int64], list[int], list[_Variant]]:
-        """Each row's variant; the variants, and their shapes' numbers."""
+        """Each row's variant number, the numbers of their shapes, and the variants."""
         code = is_delete.astype(np.int64)
         for name in ("channel", "schema", "table", "row", "old", "unchanged_toast_columns", "shape"):
             column = columns[name]
@@ -274,11 +277,12 @@ class ColumnReader:
         names, before = _order(list(known), place), place.old
         has = {"new": set(names) if place.new is None else {*place.new, *place.unchanged}, "old": set(before or ())}
         if any(column.is_key and name not in has["new"] for name, column in known.items()):
-            known = {name: replace(one, is_key=False) for name, one in known.items()}  # a part tells no rows apart
+            # part of a key does not identify rows
+            known = {name: replace(one, is_key=False) for name, one in known.items()}
         columns = tuple(known.get(name) or Column(name, TEXT_OID, -1, False) for name in names)
         keys = {column.name for column in columns if column.is_key}
         identity = shape.relation.replica_identity if shape is not None and keys else "n"
-        # The number is ours if only the table's name is known.
+        # We assign a number of our own if only the table's name is known.
         number = self._oids.setdefault((place.schema, place.table), -1 - len(self._oids))
         base = Relation(number, "", "", "n", ()) if shape is None else shape.relation
         oid = 0 if place.table is None else base.oid
@@ -314,7 +318,7 @@ def _whole(events: pa.RecordBatch, name: str) -> pa.Array:
 
 
 def _joined(column: pa.Array) -> pa.Array:
-    """Equal text for rows with the same names in the same order; PostgreSQL's names contain no NUL."""
+    """Text that is equal for rows with the same names in the same order; PostgreSQL's names contain no NUL."""
     if column.type == NAMES:
         return pc.binary_join(column, "\0")
     keys = pa.ListArray.from_arrays(pa.array(column.offsets.to_numpy()), column.keys, mask=column.is_null())
@@ -338,14 +342,14 @@ def _lists(maps: pa.Array, of_row: npt.NDArray[np.int64], places: Sequence[list[
 
 
 def _order(known: list[str], place: _Place) -> list[str]:
-    """The columns of both sides: in the table's order, then added ones."""
+    """The columns of both maps: first those of the table in its order, then added ones."""
     new, old = place.new, place.old or ()
     if new is None:
         return list(dict.fromkeys([*known, *old]))
     present = dict.fromkeys([*new, *place.unchanged, *old])
     known = known or list(old if len(old) > len(new) else new)
     names = list(dict.fromkeys([*(name for name in known if name in present), *present]))
-    if [name for name in names if name in new] != list(new):  # a function has put them into another order
+    if [name for name in names if name in new] != list(new):  # a function has changed their order
         return list(present)
     return names
 

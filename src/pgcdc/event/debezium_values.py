@@ -1,5 +1,5 @@
-"""Values as Debezium's PostgreSQL connector writes them by default. A value is PostgreSQL's text with its type
-(`event.shape`). Text that does not fit its type becomes a JSON string."""
+"""Values as Debezium's PostgreSQL connector writes them by default. A value is PostgreSQL's text plus its type
+(`event.shape`). Text that does not match its type becomes a JSON string."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ _MAX, _MIN = 2**63 - 1, -(2**63)
 
 
 def placeholder(kind: ValueType) -> str:
-    """Stands for an unchanged value that was not sent; empty where Debezium has no placeholder."""
+    """The placeholder for an unchanged value that was not sent; empty where Debezium has none."""
     return _PLACEHOLDERS.get((kind.family, kind.is_array), "")
 
 
 def absent(kind: ValueType) -> str:
-    """A key-only old row's other columns: null, or a zero where NOT NULL. Empty: left out."""
+    """The value of columns outside the key in a key-only old row: null, or a zero value where NOT NULL. Empty: omitted."""
     if kind.family is Family.OTHER:
         return ""
     if not kind.is_required:
@@ -62,7 +62,7 @@ def absent(kind: ValueType) -> str:
 
 
 def json_texts(values: pa.Array, kind: ValueType) -> pa.Array:
-    """The JSON of one column's values; null stays null. Equal values, often neighbours, are written once."""
+    """One column's values as JSON; null stays null. Equal values, which are often adjacent, are written once."""
     encoded = pc.dictionary_encode(values)
     written = [write_value(text, kind) for text in encoded.dictionary.to_pylist()]
     return pa.array(written, pa.string()).take(encoded.indices)
@@ -71,7 +71,7 @@ def json_texts(values: pa.Array, kind: ValueType) -> pa.Array:
 def write_value(text: str, kind: ValueType) -> str:
     if not kind.is_array:
         return _write_scalar(text, kind)
-    if not _ONE_DIMENSION.match(text):  # more of them than one, or none at all after a transform
+    if not _ONE_DIMENSION.match(text):  # several dimensions, or not an array after a transform
         return quote_json(text)
     return f"[{','.join('null' if one is None else _write_scalar(one, kind) for one in _elements(text))}]"
 
@@ -122,7 +122,7 @@ def _double(text: str, single: bool = False) -> str:
         return '"Infinity"' if float(shown) > 0 else '"-Infinity"'
     if size == 0 or 1e-3 <= size < 1e7:
         return shown if "." in shown else f"{float(shown)!r}"
-    if len(shown.rstrip("0").partition("e")[0].strip("-.")) == 1:  # of the smallest numbers Java says two digits
+    if len(shown.rstrip("0").partition("e")[0].strip("-.")) == 1:  # Java writes two digits for the smallest numbers
         shown = f"{float(number):.1e}"
     sign, figures, exponent = Decimal(shown).as_tuple()
     significant = "".join(map(str, figures)).rstrip("0") or "0"
@@ -148,7 +148,7 @@ def _numeric(text: str, _: int) -> str:
 
 
 def _number(text: str, _: int) -> str:
-    """A numeric without a declared scale gets the scale it needs."""
+    """A numeric without a declared scale uses the scale it needs."""
     if text in ("NaN", "Infinity", "-Infinity"):
         return "null"
     plain = text.rstrip("0").rstrip(".") if "." in text else text
@@ -167,7 +167,7 @@ _TIME = re.compile(r"([0-9]{2}):([0-9]{2}):([0-9]{2})(?:\.([0-9]{1,6}))?", re.AS
 
 
 def _days(text: re.Match[str]) -> int:
-    """Since 1970, in the proleptic Gregorian calendar."""
+    """Days since 1970, in the proleptic Gregorian calendar."""
     year = int(text[1])
     year = 1 - year if text[5] else year
     month, day = int(text[2]), int(text[3])
@@ -185,7 +185,7 @@ def _match(pattern: re.Pattern[str], text: str) -> re.Match[str]:
 
 
 def _micros(text: str) -> int:
-    """Of a time of the day."""
+    """Microseconds of a time of day."""
     found = _match(_TIME, text)
     seconds = int(found[1]) * 3600 + int(found[2]) * 60 + int(found[3])
     return seconds * 1_000_000 + int((found[4] or "").ljust(6, "0"))
@@ -197,7 +197,7 @@ def _date(text: str, _: int) -> str:
 
 
 def _timestamp(text: str, digits: int) -> str:
-    """Since 1970. The last years do not fit into 64 bits."""
+    """A timestamp since 1970. The last years do not fit into 64 bits."""
     special = {"infinity": 9223372036825200000, "-infinity": -9223372036832400000}.get(text)
     if special is None:
         found = _match(_TIMESTAMP, text)
@@ -224,7 +224,7 @@ def _time(text: str, digits: int) -> str:
 
 
 def _timetz(text: str, _: int) -> str:
-    """Moved to UTC."""
+    """A time with time zone, converted to UTC."""
     found = _match(re.compile(r"([0-9:]{8})(\.[0-9]+)?([+-])([0-9:]+)", re.ASCII), text)
     offset = _micros((found[4] + ":00:00")[:8]) * (-1 if found[3] == "-" else 1)
     seconds = (_micros(found[1]) - offset) // 1_000_000 % 86_400
@@ -236,11 +236,11 @@ _INTERVAL = re.compile(
     re.ASCII,
 )
 _SECONDS = (31_557_600, 2_629_800, 86_400, 3600, 60, 1)
-"""Seconds of each part of an interval: a month is a twelfth of 365.25 days."""
+"""Seconds in each part of an interval: a month is a twelfth of 365.25 days."""
 
 
 def _interval(text: str, _: int) -> str:
-    """Microseconds, as far as 64 bits go."""
+    """An interval in microseconds, limited to 64 bits."""
     if text in ("infinity", "-infinity"):
         return "0"
     parts = zip(_match(_INTERVAL, text).groups(), _SECONDS, strict=True)
@@ -252,7 +252,7 @@ def _interval(text: str, _: int) -> str:
 
 
 def _bits(text: str, _: int) -> str:
-    """Bytes, lowest first, without trailing zeros."""
+    """A bit string as bytes, least significant first, without trailing zeros."""
     if text.strip("01"):
         raise ValueError(text)
     bits = text.lstrip("0")
@@ -276,7 +276,7 @@ def _unquote(text: str) -> str:
 
 
 def _hstore(text: str, _: int) -> str:
-    """A JSON object, as a string."""
+    """hstore as a JSON object, in a string."""
     if text and not text.startswith('"'):
         raise ValueError(text)
     pairs = (
@@ -287,7 +287,7 @@ def _hstore(text: str, _: int) -> str:
 
 
 def _point(text: str, _: int) -> str:
-    """Also as WKB: byte order, the type point, and two doubles."""
+    """A point, also as WKB: byte order, the type number of a point, and two doubles."""
     x, y = text.strip("()").split(",")
     wkb = base64.b64encode(struct.pack("<BIdd", 1, 1, float(x), float(y))).decode()
     return f'{{"x":{_double(x)},"y":{_double(y)},"wkb":"{wkb}","srid":null}}'

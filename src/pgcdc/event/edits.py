@@ -1,6 +1,6 @@
-"""Chains of simple transforms on column buffers, before the JSON is rendered: no Python step per row. Dropping, renaming and
-masking columns and filtering by operation and channel depend only on a table's shape and on whole columns. Column transforms
-apply to rows of tables; other events (messages, markers) pass unchanged."""
+"""Chains of simple transforms on column buffers, applied before the JSON is rendered, without a Python step per row.
+Dropping, renaming and masking columns, and filtering by operation and channel, depend only on a table's shape and on
+whole columns. Column transforms apply to table rows; other events (messages, markers) pass unchanged."""
 
 from __future__ import annotations
 
@@ -32,30 +32,30 @@ ENVELOPES = ("debezium", "cloudevents")
 class _Fate:
     """What happens to the columns of one shape."""
 
-    names: tuple[str | None, ...]  # None: left out
+    names: tuple[str | None, ...]  # None: dropped
     masks: tuple[tuple[Step, ...], ...]
     is_routed: bool
-    is_same: bool  # Nothing becomes of any
+    is_same: bool  # No column changes
     problem: str = ""
 
 
 @dataclass(slots=True)
 class SimpleChain:
-    """Channel patterns, then steps: specs of `transform.specs` as JSON, of the types done here."""
+    """Channel patterns and steps: specs of `transform.specs` as JSON, limited to the types implemented here."""
 
     routes: tuple[str, ...]
     steps: tuple[Step, ...]
     forms: tuple[str, ...] = ("lines",)
-    """The wanted `event.forms`; `shapes`: its events (`event_column`) describe their tables."""
-    is_partial: bool = False  # The chain does more to rows than this knows
-    hides_reloads: bool = False  # A filter of the chain leaves out what a reload brings
+    """The wanted `event.forms`. `shapes`: the events (`event_column`) include their tables' descriptions."""
+    is_partial: bool = False  # The chain also transforms rows in ways not known here
+    hides_reloads: bool = False  # A filter of the chain would drop rows of a reload
     asked: tuple[str, ...] = ()
-    """It is there for a condition in Spark, which reads these columns of events."""
+    """The columns that a condition in Spark reads; the chain exists only to supply them."""
     _fates: dict[Relation, _Fate] = field(default_factory=dict)
     _keys: dict[tuple[str | None, str | None], bytes] = field(default_factory=dict)
 
     def edit(self, frame: Frame) -> Edit:
-        """The edit of this frame. TransformError if two columns of a table would have the same name."""
+        """The edit for this frame. Raises TransformError if two columns of a table would get the same name."""
         fates = [self._fate(shape) for shape in frame.shapes]
         keep = self._kept(frame, fates)
         present = np.unique(frame.version if keep is None else frame.version[keep])
@@ -92,11 +92,11 @@ class SimpleChain:
 
     @property
     def needs_shapes(self) -> bool:
-        """Whether it needs the catalog's description of tables."""
+        """Whether the chain needs the catalog's description of tables."""
         return self.envelope is not None or not {"tables", "changes", "shapes"}.isdisjoint(self.forms)
 
     def describe(self, shape: Relation, details: Mapping[str, Any] | None) -> tuple[Relation, Mapping[str, Any] | None]:
-        """A table behind the chain, and its catalog description. Masked values are text. A key with a dropped column
+        """A table after the chain, and its catalog description. Masked values are text. A key with a dropped column
         identifies no rows: such a table has no replica identity (`event.forms.has_key`)."""
         fate = self._fate(shape)
         if fate.is_same:
@@ -128,13 +128,13 @@ class SimpleChain:
         return after, {**details, "columns": described, "primary_key": [] if None in key else key}
 
     def _hide_missing(self, column: Mapping[str, Any], steps: tuple[Step, ...]) -> Mapping[str, Any]:
-        """A column's description: what old rows have in it is a value like any other."""
+        """A column's description. The constant that old rows have in it is masked like any other value."""
         if not steps or "missing" not in column:
             return column
         return {**column, "missing": self._hide(pa.array([column["missing"]], pa.string()), steps)[0].as_py()}
 
     def fates(self, shape: Relation) -> list[tuple[str | None, bool]]:
-        """For each column of a table its name behind the chain (None: dropped), and whether it is masked."""
+        """For each column of a table: its name after the chain (None: dropped), and whether it is masked."""
         fate = self._fate(shape)
         return [(name, bool(steps)) for name, steps in zip(fate.names, fate.masks, strict=True)]
 
@@ -142,7 +142,7 @@ class SimpleChain:
         return self._fate(shape).is_routed
 
     def columns(self, shape: Relation, values: Iterable[pa.Array]) -> list[pa.Array]:
-        """Whole columns of a table's rows as the chain leaves them."""
+        """Whole columns of a table's rows after the chain."""
         fate = self._fate(shape)
         fates = zip(values, fate.names, fate.masks, strict=True)
         return [
@@ -182,7 +182,7 @@ class SimpleChain:
         return _Fate(tuple(names), tuple(gone), is_routed, is_same, problem)
 
     def _kept(self, frame: Frame, fates: list[_Fate]) -> Bools | None:
-        """Which events pass routes and filters; None: all."""
+        """Which events pass routes and filters; None: all of them."""
         keep: Bools | None = None
         if self.routes:
             keep = np.array([fate.is_routed for fate in fates], np.bool_)[frame.version]
@@ -204,7 +204,7 @@ class SimpleChain:
         return values
 
     def _key(self, key_env: str | None, key_file: str | None) -> bytes:
-        """Read where needed, once: executors get the key's place, never the key."""
+        """The hash key, read once and only where needed: executors get the key's location, never the key itself."""
         found = self._keys.get((key_env, key_file))
         if found is None:
             found = self._keys[key_env, key_file] = read_key(key_env, key_file)
@@ -212,7 +212,7 @@ class SimpleChain:
 
 
 def _is_reload(frame: Frame) -> Bools:
-    """Rows by which an adapter replaces a copy: what filters leave out of the stream must not be missing there."""
+    """Rows with which an adapter replaces its copy. Filters must not remove them: the copy would be incomplete."""
     if "origin" not in frame.owners.schema.names:
         return np.zeros(len(frame), np.bool_)
     is_addressed = pc.fill_null(pc.equal(frame.owners.column("origin"), ADDRESSED), False)
@@ -221,12 +221,12 @@ def _is_reload(frame: Frame) -> Bools:
 
 
 def _is_text(steps: tuple[Step, ...]) -> bool:
-    """Whether a mask put text into a column of another type."""
+    """Whether a mask turned a column of another type into text."""
     return any(step["mode"] != "zero" for step in steps)
 
 
 def without_hidden(change: ShapeChange, chains: Iterable[SimpleChain]) -> ShapeChange:
-    """The change without values of columns that one of the chains drops or masks."""
+    """The change without values of columns that any of the chains drops or masks."""
     columns = [column.name for column in change.after.columns]
     fates = (zip(columns, one.fates(change.after), strict=True) for one in chains if not one.asked)
     hidden = {name for one in fates for name, (after, is_masked) in one if after is None or is_masked}
@@ -240,7 +240,7 @@ def without_hidden(change: ShapeChange, chains: Iterable[SimpleChain]) -> ShapeC
 
 
 def dump_chains(chains: Iterable[SimpleChain]) -> str:
-    """Chains as the source's option."""
+    """Serialize chains for the source's option."""
     names = ("routes", "steps", "forms", "asked")
     return json.dumps([{name: getattr(one, name) for name in names} for one in chains])
 
@@ -254,7 +254,7 @@ def parse_chains(text: str) -> list[SimpleChain]:
 
 
 def full_pattern(pattern: str) -> str:
-    """A channel pattern with its prefix: `orders` means `pgcdc:orders`."""
+    """A channel pattern with its prefix: `orders` becomes `pgcdc:orders`."""
     return pattern if ":" in pattern else f"pgcdc:{pattern}"
 
 
@@ -285,8 +285,8 @@ LOOKS: tuple[tuple[str, str], ...] = tuple(
         (r"\[[\s\S]*\]", "[]"),
     )
 )
-r"""A value's look (a regular expression for RE2) and the zero of that look. Events carry PostgreSQL's text, not its type, so
-the look decides. Other values become empty."""
+r"""Formats of values (regular expressions for RE2), each with its zero value. Events carry PostgreSQL's text without
+the type, so the format decides. Values that match none become empty."""
 
 
 def zero(values: pa.Array) -> pa.Array:
@@ -328,7 +328,7 @@ def hmac_texts(values: pa.Array, key: bytes) -> pa.Array:
 
 
 def read_key(key_env: str | None, key_file: str | None) -> bytes:
-    """A hash's key, from this host's environment or file. ConfigError if it is missing or too short."""
+    """A hash's key, from this host's environment or a file. Raises ConfigError if it is missing or too short."""
     if key_file:
         key, where = (
             read_secret(Path(os.path.expanduser(key_file)), "the key of the mask").strip().encode(),

@@ -1,6 +1,6 @@
-"""Other forms of the whole event: Debezium's documents and CloudEvents. See docs/envelopes.md. Rendered from column buffers
-like our own events (`event.lines`): only the frame around the values differs, and Debezium's values have types.
-test_envelopes.py compares them with Debezium's own output."""
+"""Other forms of the whole event: Debezium's documents and CloudEvents. See docs/envelopes.md. They are rendered from
+column buffers like our own events (`event.lines`): only the text around the values differs, and Debezium's values have
+types. test_envelopes.py compares them with Debezium's own output."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _LOOKS = {
     MOMENT: r"\A[0-9]{4}-[0-9]{2}-[0-9]{2} [0-9]{2}:[0-9]{2}:[0-9]{2}(?:\.[0-9]{1,6})?\+00\z",
     **dict.fromkeys((DECIMAL, NUMBER), r"\A-?[0-9]{1,9}(?:\.[0-9]{1,9})?\z"),
 }
-"""Frequent types that the compiled renderer can write; the others are written here."""
+"""Frequent types that the compiled renderer can write; this module writes the others."""
 
 
 def _join(*pieces: pa.Array | str) -> pa.Array:
@@ -72,7 +72,7 @@ def _origins(frame: Frame, around: tuple[str, str], nothing: str) -> pa.Array:
 
 
 def render_cloudevents(frame: Frame, edit: Edit, step: Step, ids: pa.Array, positions: pa.Array, end: str) -> pa.Array:
-    """The events of a frame, each followed by `end`; null: the chain has none for it."""
+    """The events of a frame, each followed by `end`; null where the chain drops the event."""
     prefix = f"{step['type_prefix']}."
     kinds = _pick(
         frame,
@@ -101,7 +101,7 @@ def render_cloudevents(frame: Frame, edit: Edit, step: Step, ids: pa.Array, posi
 
 
 def _pick(frame: Frame, write: Callable[[Relation, str], str]) -> pa.Array:
-    """A text for each event, by its table and operation."""
+    """The text for each event, chosen by its table and operation."""
     texts, of_row = by_shape_and_op(frame, lambda version, op: write(frame.shapes[version], op))
     return texts.take(pa.array(of_row))
 
@@ -112,8 +112,8 @@ def _pick(frame: Frame, write: Callable[[Relation, str], str]) -> pa.Array:
 def render_debezium(
     frame: Frame, keep: npt.NDArray[np.uint8] | None, step: Step, ordinals: pa.Array | None, end: str
 ) -> pa.Array:
-    """The events of a frame behind a chain, each followed by `end`; null: the chain (`keep`) or Debezium drops it.
-    `ordinals`: the column `table_ordinal`; None: without the transaction."""
+    """The events of a frame after a chain, each followed by `end`; null where the chain (`keep`) or Debezium drops the
+    event. `ordinals`: the column `table_ordinal`; None: omit the transaction."""
     known = np.zeros(256, np.bool_)
     known[[*_DEBEZIUM_OPS, Op.MESSAGE, Op.BEGIN, Op.COMMIT]] = True
     is_kept = known[frame.op] if keep is None else known[frame.op] & (keep != 0)
@@ -123,7 +123,7 @@ def render_debezium(
     is_wanted = (kinds >= RAW) & ~is_other
 
     def write(number: int, values: pa.Array) -> tuple[npt.NDArray[np.bool_] | slice, pa.Array]:
-        """As JSON: values that the renderer cannot write."""
+        """Write values as JSON that the renderer cannot write."""
         if kinds[number] not in _LOOKS:
             return slice(None), json_texts(values, types[number])
         looks_right = pc.fill_null(pc.match_substring_regex(values, _LOOKS[kinds[number]]), True)
@@ -161,7 +161,7 @@ def _kind(type_: ValueType) -> int:
 def _debezium_tails(
     frame: Frame, step: Step, ordinals: pa.Array | None, end: str
 ) -> tuple[pa.Array, npt.NDArray[np.uint8] | None]:
-    """What follows the rows; and which events consist of this alone."""
+    """The text after each event's rows, and which events consist of that text alone."""
     now = time.time_ns() // 1000
     xid, ordinal, lsn = frame.owners.column("xid"), _numbers(frame.ordinal), _numbers(frame.commit)
     xids = xid.cast(pa.string())
@@ -239,7 +239,7 @@ def _mark(frame: Frame, row: int) -> str:
 
 
 def write_keys(events: pa.RecordBatch) -> pa.Array:
-    """Debezium's message keys for events given as columns; null: no key."""
+    """Debezium's message keys for events given as columns; null where an event has no key."""
     columns = (events.column(name).to_pylist() for name in ("operation", "row", "shape"))
     found: list[str | None] = []
     for operation, pairs, text in zip(*columns, strict=True):

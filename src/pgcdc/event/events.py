@@ -1,5 +1,5 @@
-"""From segments to events: columns for Spark and forms for sinks, made from column buffers without a Python step per row. A
-query that asks for fewer columns (`.schema("position STRING, line STRING")`) pays for no other."""
+"""From segments to events: columns for Spark and forms for sinks, built from column buffers without a Python step per
+row. A query that asks for fewer columns (`.schema("position STRING, line STRING")`) does not pay for the others."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ from pgcdc.spool.reader import SegmentSlice
 COMPRESS_BYTES = 64 << 10
 PIECE_BYTES = 4 << 20
 BLOCKS = "block BINARY, is_last BOOLEAN"
-"""Events in packed blocks, for a lane that only hands them on: a row is many events (`unpack_blocks`) or a piece of such a
-block. Spark moves a block nearly as cheaply as one event (docs/decisions/0009)."""
-LINES = pa.schema([("position", pa.string()), ("line", pa.string())])  # In a block, and for sinks of lines
+"""Events in packed blocks, for a lane that only passes them on. A row holds many events (`unpack_blocks`) or a piece of
+such a block. Spark moves a block nearly as cheaply as one event (docs/decisions/0009)."""
+LINES = pa.schema([("position", pa.string()), ("line", pa.string())])  # Used in blocks, and for sinks that take lines
 KEYED_BLOCKS = "keyed_block BINARY, is_last BOOLEAN"
-"""Blocks of keyed lines, for a lane that may have executors write (`stream.parallel`)."""
+"""Blocks of keyed lines, for a lane whose executors may write to the sink (`stream.parallel`)."""
 _KEYED = pa.schema([("key_hash", pa.int64()), ("is_barrier", pa.bool_())])
 KEYED_LINES = pa.schema([*LINES, *_KEYED])
 
@@ -65,7 +65,7 @@ def event_batch(
     schema_changes: Sequence[ShapeChange] = (),
     chains: Sequence[SimpleChain] = (),
 ) -> pa.RecordBatch | None:
-    """The events of neighbouring slices as one record batch with exactly `schema`; None if there are none."""
+    """The events of adjacent slices as one record batch with exactly `schema`; None if there are none."""
     frame = load_frame(pieces, relations, options, schema_changes)
     return None if frame is None else events_of(frame, seed, schema, options, chains)
 
@@ -78,8 +78,8 @@ def events_of(
     chains: Sequence[SimpleChain] = (),
     given: Mapping[str, pa.Array] | None = None,
 ) -> pa.RecordBatch:
-    """The events of a frame as one record batch with exactly `schema`. `given` columns are not made; ids must be given
-    unless there is a seed."""
+    """The events of a frame as one record batch with exactly `schema`. `given` columns are used as they are; ids must
+    be given unless there is a seed."""
     events = EventColumns(frame, seed, options, chains, given)
     arrays = [_as_type(events.column(field.name), field.type) for field in schema]
     return pa.RecordBatch.from_arrays(arrays, schema=schema.with_metadata(events.shapes(schema.names) or None))
@@ -88,7 +88,7 @@ def events_of(
 def render_columns(
     events: pa.RecordBatch, steps: Sequence[Mapping[str, Any]] = (), *, transaction: bool = False
 ) -> pa.Array:
-    """The text of events given as columns: their JSON, or their envelope; null: none."""
+    """The text of events given as columns: their JSON, or their envelope; null where an envelope has none."""
     frame, given = ColumnReader().read(events)
     made = EventColumns(frame, None, EventOptions(transaction), [SimpleChain((), tuple(steps))], given)
     return made.rendered(0, "")
@@ -102,7 +102,7 @@ def edit_columns(events: pa.RecordBatch, steps: Sequence[Mapping[str, Any]]) -> 
 
 
 def block_schema(chains: Sequence[SimpleChain], *, keyed: bool = False) -> pa.Schema:
-    """The schema of a block for these chains (LINES if there are none), and of a keyed one."""
+    """The schema of a block for these chains (LINES if there are none); with `keyed`, that of a keyed block."""
     made = [
         (form_column(number, form), FORMS[form]) for number, chain in enumerate(chains) for form in _forms(chain.forms)
     ]
@@ -115,7 +115,7 @@ def _forms(names: Iterable[str]) -> list[Form]:
 
 
 def drop_unwanted(events: pa.RecordBatch) -> pa.RecordBatch:
-    """`events` of chains, without those that all chains drop."""
+    """The events without those that every chain drops."""
     made = [events.column(name) for name in events.schema.names if form_of(name) is not None]
     if any(not column.null_count for column in made):
         return events
@@ -126,14 +126,14 @@ def drop_unwanted(events: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def columns_for(schema: pa.Schema, chains: Sequence[SimpleChain]) -> pa.Schema:
-    """The columns that `rows_for` makes rows of this schema of."""
+    """The columns from which `rows_for` builds rows of this schema."""
     if schema.names[0] not in ("block", "keyed_block"):
         return schema
     return pa.schema([*block_schema(chains, keyed=schema.names[0] == "keyed_block"), *list(schema)[2:]])
 
 
 def rows_for(schema: pa.Schema, events: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    """Events as the rows of a source with this schema: blocks, or what they are."""
+    """Events as rows of a source with this schema: packed into blocks, or unchanged."""
     if schema.names[0] not in ("block", "keyed_block"):
         yield events
         return
@@ -141,15 +141,16 @@ def rows_for(schema: pa.Schema, events: pa.RecordBatch) -> Iterator[pa.RecordBat
     inside = [name for name in events.schema.names if name not in beside.schema.names]
     for piece in pack_block(events.select(inside), schema.names[0]):
         yield pa.RecordBatch.from_arrays([*piece.columns, *(pa.nulls(1, one.type) for one in beside)], schema.names)
-    if beside.num_columns:  # behind each block a row for each of its events
+    if beside.num_columns:  # after each block, one row for each of its events
         count = events.num_rows
         none = [pa.nulls(count, pa.binary()), pa.nulls(count, pa.bool_())]
         yield pa.RecordBatch.from_arrays([*none, *beside.columns], schema.names)
 
 
 def pack_block(events: pa.RecordBatch, name: str = "block") -> Iterator[pa.RecordBatch]:
-    """`events`, in any schema, as an Arrow stream: one row, or several if it is large (a row of 200 MB, say). Compressed if
-    it pays: the JVM copies it about ten times, and collecting that garbage cost more than all else."""
+    """`events`, in any schema, as an Arrow stream: one row, or several if it is large (200 MB in one row would be too
+    much). Compressed if that saves space: the JVM copies it about ten times, and collecting that garbage cost more than
+    everything else."""
     options = pa.ipc.IpcWriteOptions(compression="lz4" if events.nbytes >= COMPRESS_BYTES else None)
     target = pa.BufferOutputStream()
     with pa.ipc.new_stream(target, events.schema, options=options) as stream:
@@ -165,7 +166,7 @@ def pack_block(events: pa.RecordBatch, name: str = "block") -> Iterator[pa.Recor
 def unpack_blocks(
     blocks: pa.Table, chains: Sequence[SimpleChain] = (), *, keyed: bool = False
 ) -> tuple[pa.Table, list[dict[bytes, bytes]]]:
-    """The events of collected blocks, in order, in the `block_schema`, and each block's other columns."""
+    """The events of collected blocks, in order, in the `block_schema`; and each block's other columns."""
     schema = block_schema(chains, keyed=keyed)
     batches = [batch.select(schema.names) for batch in open_blocks(blocks.to_batches())]
     metadata = [batch.schema.metadata for batch in batches if batch.schema.metadata]
@@ -188,7 +189,7 @@ def _as_type(array: pa.Array, kind: pa.DataType) -> pa.Array:
 
 
 class EventColumns:
-    """The columns of a frame's events, each made on first use."""
+    """The columns of a frame's events, each built on first use."""
 
     def __init__(
         self,
@@ -214,7 +215,7 @@ class EventColumns:
         return self._made[name]
 
     def shapes(self, columns: Iterable[str]) -> dict[str, str]:
-        """What the columns with changes of tables need beside them."""
+        """The table descriptions that columns with table changes need."""
         wanted = {name: form_of(name) or (0, None) for name in columns}
         return {name: shapes_of(self._behind(one)) for name, (one, form) in wanted.items() if form in WITH_SHAPES}
 
@@ -234,13 +235,13 @@ class EventColumns:
             names = ("id", "channel", "operation", "key_hash", "is_barrier", "relation")
             return make_record(behind, self.rendered(number, ""), {name: self.column(name) for name in names})
         events, chain = EventColumns(behind, self._seed, self._options), self._chains[number]
-        # What a condition reads, or the columns that Spark may change.
+        # The columns that a condition reads, or those that Spark may change.
         shown = chain.asked or [*CHANGEABLE, *(["shape"] if chain.needs_shapes else [])]
         is_out = None if keep is None else pa.array(keep == 0)
         return pa.StructArray.from_arrays([events.column(name) for name in shown], shown, mask=is_out)
 
     def rendered(self, number: int, end: str) -> pa.Array:
-        """The texts of a chain's events; null: dropped."""
+        """The texts of a chain's events; null where it drops the event."""
         chain, edit = self._chains[number], self._edit(number)
         if chain.envelope is None:
             return render(self._frame, self._layout(end), edit)
@@ -323,12 +324,12 @@ class EventColumns:
 
 
 def _numbered_by_table(frame: Frame) -> pa.Array:
-    """Row changes by transaction and table, from 1; NULL in a transaction whose beginning is not in this frame."""
+    """Number row changes by transaction and table, from 1; NULL in a transaction that began before this frame."""
     tables = np.array([shape.oid for shape in frame.shapes], np.int64)[frame.version]
     is_row = (frame.sub == 0) & (tables != 0)
     rows = np.flatnonzero(is_row)
     is_next = (np.diff(frame.commit) != 0) | (np.diff(frame.kind) != 0)
-    of_row = np.append(0, np.cumsum(is_next))  # which transaction, in the frame's order
+    of_row = np.append(0, np.cumsum(is_next))  # the index of each row's transaction, in the frame's order
     order = rows[np.lexsort((frame.ordinal[rows], tables[rows], of_row[rows]))]
     owner, table = of_row[order], tables[order]
     is_first = np.ones(len(order), np.bool_)

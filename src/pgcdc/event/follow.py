@@ -1,8 +1,9 @@
-"""Whether a copy of a table can follow a change of its shape exactly, or has to be read again.
+"""Whether a copy of a table can follow a change of its shape exactly, or must be read again.
 
-What old rows have after ALTER TABLE is known only if the catalog proves it: columns by their numbers, the constant that old
-rows have in a new column, and that the table was not rewritten meanwhile (a default that is computed for each row, USING, a
-type with other bytes). Whatever is not proven is a reason to read the table again.
+The content of old rows after ALTER TABLE is known only if the catalog proves it: it identifies columns by number,
+records the constant that old rows have in a new column, and shows that the table was not rewritten meanwhile. Rewrites
+come from a default computed for each row, from USING, or from a type with a different binary form. If anything is
+unproven, the table must be read again.
 """
 
 from __future__ import annotations
@@ -19,18 +20,19 @@ Difference = dict[str, Any]
 Details = Mapping[str, Any]
 
 _FREE = {"table_renamed", "columns_reordered", "replica_identity_changed", "types_changed"}
-"""What leaves the values of all rows alone."""
+"""Differences that leave the values of all rows alone."""
 _ADDED = ("column_added", "column_replaced")
 _DROPPED = {"column_removed", "column_replaced"}
 _LENGTHS = {
     16: 1, 21: 2, 23: 4, 700: 4, 1082: 4, 20: 8, 701: 8, 1083: 8, 1114: 8, 1184: 8, 1186: 16, 2950: 16,
     **dict.fromkeys((17, 25, 114, 1042, 1043, 1700, 3802), -1),
 }  # fmt: skip
-"""Of the values of the usual types, by oid; -1: they vary. A column gets a type of another length only by a rewrite."""
+"""Lengths of values of the usual types, by oid; -1: variable. A column can change to a type of another length only
+through a rewrite."""
 
 
 def behind(change: ShapeChange, chain: SimpleChain) -> ShapeChange:
-    """The same change behind the transforms of an adapter."""
+    """The same change after an adapter's transforms."""
     after, details = chain.describe(change.after, change.details)
     before, old = chain.describe(change.before, change.before_details) if change.before else (None, None)
     return replace(change, after=after, before=before, details=_plain(details), before_details=_plain(old))
@@ -41,8 +43,8 @@ def _plain(details: Details | None) -> dict[str, Any] | None:
 
 
 def why_reload(change: ShapeChange, differences: Sequence[Difference], *, is_partial: bool = False) -> str:
-    """Why a copy cannot follow these differences (of `diff_shapes`); "" if it can. `is_partial`: transforms also do what
-    nobody knows here."""
+    """Why a copy cannot follow these differences (from `diff_shapes`); "" if it can. `is_partial`: the transforms also
+    do something that is not known here."""
     kinds = {one["type"] for one in differences}
     old, new = change.before_details, change.details
     moved = next((one for one in differences if one["type"] == "partitions_changed"), None)
@@ -60,7 +62,7 @@ def why_reload(change: ShapeChange, differences: Sequence[Difference], *, is_par
         return "it was altered again before its catalog could be read, so its old rows are not known"
     if kinds <= _FREE | {"partitions_changed"}:
         return ""
-    # Rows after it may have had the shape of before, and came before this was noticed.
+    # Later rows may have had the previous shape and arrived before the replacement was noticed.
     if any(one["type"] == "column_replaced" and one["old_type"] == one["new_type"] for one in differences):
         return "a column was dropped and added again, and rows came before that was noticed"
     if _may_be_mistaken(change, differences):
@@ -81,9 +83,10 @@ def why_reload(change: ShapeChange, differences: Sequence[Difference], *, is_par
 
 
 def _may_be_mistaken(change: ShapeChange, differences: Sequence[Difference]) -> bool:
-    """Whether rows of either shape may have had other columns of the same names and types. In rows of the shape before a new
-    column, which always comes last, looked like the last one; in rows of the shape after a dropped one stood where the new
-    one is now. Each may have been renamed meanwhile, or got another type."""
+    """Whether rows of either shape may have been mistaken for rows of the other because names and types of columns
+    agree. In rows of the previous shape, a new column (always the last) looked like the previous last column. In rows
+    of the next shape, a dropped column was at the place of the new one. Either may have been renamed or changed its
+    type meanwhile."""
     dropped = {one["column"] for one in differences if one["type"] in _DROPPED}
     if change.before is None or not dropped:
         return False
@@ -95,12 +98,12 @@ def _may_be_mistaken(change: ShapeChange, differences: Sequence[Difference]) -> 
 
 
 def _may_become(old: int, new: int) -> bool:
-    """Whether a column can get this type without a rewrite, as far as is known here."""
+    """Whether a column can change to this type without a rewrite, as far as is known here."""
     return old not in _LENGTHS or new not in _LENGTHS or _LENGTHS[old] == _LENGTHS[new]
 
 
 def brings_rows(differences: Sequence[Difference]) -> bool:
-    """Whether the table may have got rows that no event tells: a copy that does not exist yet lacks them, too."""
+    """Whether the table may have gained rows that no event reports: a copy made from the events would miss them, too."""
     kinds = {one["type"] for one in differences}
     is_attached = any(
         one["type"] == "partitions_changed" and (one["attached"] or one["rewritten"]) for one in differences
@@ -109,7 +112,7 @@ def brings_rows(differences: Sequence[Difference]) -> bool:
 
 
 def _is_same_file(old: Details, new: Details) -> bool:
-    """Whether the table was not rewritten between two looks, so that old rows have what the catalog says."""
+    """Whether the table was not rewritten between two looks, so that the catalog still describes its old rows."""
     if new.get("is_proven"):
         return False
     if "leaves" in old and "leaves" in new:
@@ -118,7 +121,7 @@ def _is_same_file(old: Details, new: Details) -> bool:
 
 
 def follow_shape(change: ShapeChange, chain: SimpleChain) -> tuple[list[Difference], str]:
-    """What is different behind an adapter's transforms, and why its copy cannot follow."""
+    """The differences after an adapter's transforms, and why its copy cannot follow them."""
     shown = behind(change, chain)
     differences = diff_shapes(shown)
     return differences, why_reload(change, diff_shapes(change), is_partial=chain.is_partial)

@@ -1,10 +1,10 @@
-"""The forms in which sinks take events, as columns of a frame; and which of them must stay in order.
+"""The forms in which sinks take events, as columns of a frame; and which events must stay in order.
 
-*lines*: the rendered event with its newline. *records*: the rendered event and what it is known by. *tables*: the values
-themselves, with the shapes of the tables beside them. `event.batch` reads what is made here.
+*lines*: the rendered event with its newline. *records*: the rendered event and its metadata. *tables*: the values
+themselves, together with the shapes of their tables. `event.batch` reads what this module builds.
 
-Changes of one row stay in order, by a hash of its key: two rows with the same hash do no harm, they are only kept together.
-A table without a key of its own (none, or the whole row) is kept together as a whole.
+Changes of one row stay in order through a hash of its key. A hash collision is harmless: it only keeps two rows
+together. A table without a key of its own (no key, or the whole row as key) is kept together as a whole.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pgcdc.event.lines import U64, event_layout, mix, quote_json, render
 from pgcdc.event.shape import TableShape
 
 Form = Literal["lines", "records", "fields", "tables", "changes"]
-"""`changes` are `tables` plus events that change no table: messages, transaction markers, schema changes."""
+"""`changes` is `tables` plus events that change no table: messages, transaction markers, schema changes."""
 RECORD = pa.struct(
     [
         *((name, pa.string()) for name in ("id", "channel", "operation", "key", "value", "traceparent", "tracestate")),
@@ -35,7 +35,7 @@ RECORD = pa.struct(
 FIELDS = pa.struct(
     [(name, pa.string()) for name in ("id", "channel", "operation", "payload", "source", "created_at", "transaction")]
 )
-"""An event in another envelope has only its payload: the whole text."""
+"""The fields of an event. An event in another envelope has only `payload`: its whole text."""
 TABLE = pa.struct(
     [
         *(("id", pa.string()), ("op", pa.uint8()), ("relation", pa.int32()), ("old_kind", pa.uint8())),
@@ -55,7 +55,7 @@ TRACES = {
     "traceparent": r"\A[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}\z",
     "tracestate": r"\A[\x20-\x7e]{1,512}\z",
 }
-"""Names of columns with a W3C trace context, and their values' pattern."""
+"""Names of columns that hold a W3C trace context, and the pattern of valid values."""
 
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -64,17 +64,17 @@ _BARRIERS[[Op.TRUNCATE, Op.SCHEMA_CHANGE, Op.SNAPSHOT_STARTED, Op.SNAPSHOT_COMPL
 
 
 def form_column(number: int, form: Form = "lines") -> str:
-    """The column of a chain's events in this form; null: dropped."""
+    """The column with a chain's events in this form; null: dropped."""
     return f"{form.removesuffix('s')}_{number}"
 
 
 def event_column(number: int) -> str:
-    """The column of events after the first steps of a chain, for Spark to continue."""
+    """The column with events after the first steps of a chain, from which Spark continues."""
     return f"event_{number}"
 
 
 def form_of(column: str) -> tuple[int, Form | None] | None:
-    """The chain and form behind `form_column`, or behind `event_column` (None)."""
+    """The chain and form of a `form_column`; the form is None for an `event_column`."""
     prefix, _, number = column.partition("_")
     return (int(number), _OF_PREFIX[prefix]) if prefix in _OF_PREFIX and number.isdigit() else None
 
@@ -91,7 +91,7 @@ def make_record(frame: Frame, values: pa.Array, columns: Mapping[str, pa.Array])
 
 
 def _trace(frame: Frame, wanted: str) -> pa.Array:
-    """The values of the column of this name, where it exists."""
+    """The values of the column with this name, where it exists."""
     found = pa.nulls(len(frame), pa.string())
     for version, shape in enumerate(frame.shapes):
         for index, column in enumerate(shape.columns):
@@ -102,13 +102,13 @@ def _trace(frame: Frame, wanted: str) -> pa.Array:
 
 
 def _row_texts(frame: Frame, index: int, rows: I64, is_old: Bools) -> pa.Array:
-    """The texts of a column in some rows, some from the old row."""
+    """The texts of a column in some rows; where `is_old`, from the old row."""
     values = column_texts(frame, "new", index, rows)
     return pc.if_else(pa.array(is_old), column_texts(frame, "old", index, rows), values) if is_old.any() else values
 
 
 def check_traces(traces: Mapping[str, pa.Array]) -> dict[str, pa.Array]:
-    """Only valid ones; a tracestate needs its parent."""
+    """Only the valid ones; a tracestate needs its traceparent."""
     if all(found.null_count == len(found) for found in traces.values()):
         return dict(traces)
     none = pa.scalar(None, pa.string())
@@ -129,7 +129,7 @@ def make_fields(known: Mapping[str, pa.Array]) -> pa.Array:
 
 
 def make_table(frame: Frame, keep: npt.NDArray[np.uint8] | None, ids: pa.Array, *, only_tables: bool) -> pa.Array:
-    """The changes of tables behind a chain, or all events; null where there is none or `keep` drops it."""
+    """The table changes after a chain, or all events; null where an event is no table change or `keep` drops it."""
     frame = without_lacking(frame)
     is_other = np.array([only_tables and not shape.oid for shape in frame.shapes], np.bool_)[frame.version]
     is_out = is_other if keep is None else is_other | (keep == 0)
@@ -147,7 +147,7 @@ def make_table(frame: Frame, keep: npt.NDArray[np.uint8] | None, ids: pa.Array, 
 
 
 def shapes_of(frame: Frame) -> str:
-    """The shapes of the tables in a frame behind a chain, by their numbers, as JSON."""
+    """The shapes of the tables in a frame after a chain, by number, as JSON."""
     frame = without_lacking(frame)
     shapes = {
         number: TableShape(frame.shapes[number], frame.details[number]) for number in np.unique(frame.version).tolist()
@@ -156,13 +156,13 @@ def shapes_of(frame: Frame) -> str:
 
 
 def read_shapes(texts: Iterable[str]) -> dict[int, TableShape]:
-    """The shapes of several `shapes_of`; equal numbers are equal shapes."""
+    """The shapes in several results of `shapes_of`; equal numbers mean equal shapes."""
     raw = {number: shape for text in set(texts) for number, shape in json.loads(text).items()}
     return {int(number): TableShape.from_json(shape) for number, shape in raw.items()}
 
 
 def render_changes(changes: pa.RecordBatch, shapes: Mapping[int, TableShape], *, transaction: bool) -> pa.Array:
-    """The JSON events of changes of tables (`TABLE`)."""
+    """The JSON events of table changes (`TABLE`)."""
     numbers = sorted(shapes)
     places = np.zeros(max(numbers, default=0) + 1, np.int32)
     places[numbers] = np.arange(len(numbers))
@@ -201,14 +201,14 @@ def has_key(shape: Relation) -> bool:
 
 
 def find_barriers(frame: Frame) -> Bools:
-    """Changes that concern more than one key: earlier ones must be written before, later ones after. An UPDATE has an old
-    key only if it changed (or is so long that PostgreSQL stores it elsewhere)."""
+    """Changes that concern more than one key: earlier changes must be written before them, later ones after. An UPDATE
+    has an old key only if the key changed (or is so long that PostgreSQL stores it out of line)."""
     moved: Bools = (frame.op == Op.UPDATE) & (frame.old_kind == OldKind.KEY)
     return _BARRIERS[frame.op] | moved
 
 
 def key_hashes(frame: Frame) -> I64:
-    """A number for every change, equal for all changes of its row, in any process at any time."""
+    """A number for every change that is equal for all changes of its row, in any process at any time."""
     seeds = np.array([zlib.crc32(shape.channel.encode()) for shape in frame.shapes], np.uint64)
     hashes: U64 = mix(seeds * _GOLDEN)[frame.version]
     for version in np.unique(frame.version).tolist():
@@ -222,7 +222,8 @@ def key_hashes(frame: Frame) -> I64:
 
 
 def key_texts(frame: Frame) -> pa.Array:
-    """The key's values as a JSON array. Null: the event is not about one row, its table has no key, or it was not sent."""
+    """The key's values as a JSON array. Null if the event is not about one row, its table has no key, or the key was
+    not sent."""
     found = [pa.nulls(1, pa.string())]
     places = np.zeros(len(frame), np.int64)
     done = 1
@@ -245,7 +246,7 @@ def _join_key(frame: Frame, rows: I64, key: list[int]) -> pa.Array:
     pieces: list[pa.Array | str] = []
     is_missing = np.zeros(len(rows), np.bool_)
     for index in key:
-        # A key so long that it is not sent again has its old value beside it.
+        # A key so long that it is not sent again: its value is in the old row.
         is_old: Bools = is_delete | np.isin(rows, marked_rows[marked == index])
         is_missing |= is_old & ~has_old
         pieces += [",", _quoted(_row_texts(frame, index, rows, is_old))]
@@ -266,7 +267,7 @@ def _quoted(values: pa.Array) -> pa.Array:
 
 
 def _hash_values(values: pa.Array) -> U64:
-    """A number for each value: its bytes as digits in a large odd base, modulo 2^64."""
+    """A hash of each value: its bytes as digits in a large odd base, modulo 2^64."""
     _, offset_buffer, data_buffer = values.buffers()
     if offset_buffer is None or data_buffer is None:
         return np.zeros(len(values), np.uint64)

@@ -1,6 +1,6 @@
-"""The changes of one record batch with everything that events need. What is not a row change (a logical message, a
-transaction's begin or commit, a new shape, a sentinel) becomes a row of a made-up relation here, so that event makers see
-only rows. An edit is what a chain makes of a frame."""
+"""The changes of one record batch with everything that events need. Anything that is not a row change (a logical
+message, a transaction's begin or commit, a new shape, a sentinel) becomes a row of a made-up relation, so that later
+steps see only rows. An edit is the effect of a chain on a frame."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ MESSAGES = _made_up("_messages", "prefix", "content")
 TRANSACTION_MARKS = _made_up("_txn")
 SCHEMA_CHANGES = _made_up("_schema", "schema", "table", "changes", "columns")
 SNAPSHOTS = _made_up("_snapshot", "snapshot", "kind", "schema", "table", "rows")
-"""Begin and end of reading a table: the snapshot's id, initial or incremental, the table, rows so far."""
+"""Start and end of reading a table: the snapshot's id, its kind (initial or incremental), the table, and the rows so
+far."""
 SENTINELS = _made_up("_sentinel", "id", "asked_at")
 _MADE_UP = {
     Op.MESSAGE: MESSAGES,
@@ -48,18 +49,18 @@ _MADE_UP = {
 
 @dataclass(frozen=True, slots=True)
 class EventOptions:
-    """How events are made."""
+    """How events are built."""
 
-    transaction: bool = False  # Events say which transaction they belong to (in their JSON form)
-    markers: bool = False  # A BEGIN and a COMMIT event around the changes of each transaction
+    transaction: bool = False  # Events include their transaction (in their JSON form)
+    markers: bool = False  # Emit a BEGIN and a COMMIT event around the changes of each transaction
     invalid_text: str = "error"
-    """What is done with bytes that are not UTF-8: error, replace or base64; keep, where nobody reads them as text."""
+    """How to handle bytes that are not UTF-8: error, replace or base64; or keep, if nobody reads them as text."""
     schema_events: bool = False
-    """A SCHEMA_CHANGE event before the first change of a table that has another shape than the one before."""
+    """Emit a SCHEMA_CHANGE event before the first change of a table whose shape differs from its previous one."""
     described: Described = Described()  # noqa: RUF009 - frozen
-    """What is known of tables beside what is in the stream."""
-    addressed: bool = False  # Also rows that only some adapters get: the reader knows who they are
-    sentinels: bool = False  # A SENTINEL event for each sentinel
+    """What is known of tables beyond the stream."""
+    addressed: bool = False  # Include rows addressed to some adapters: the reader knows which
+    sentinels: bool = False  # Emit a SENTINEL event for each sentinel
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,16 +78,17 @@ class Frame:
     ordinal: I64
     sub: I64
     commit_time: I64
-    is_alone: Bools  # A message outside of any transaction: it has no commit time
-    first: I64  # Where each shape's columns begin in `names` and `is_key`
+    is_alone: Bools  # A message outside any transaction: it has no commit time
+    first: I64  # For each shape, where its columns begin in `names` and `is_key`
     names: pa.Array
     is_key: npt.NDArray[np.uint8]
     channels: list[str]  # For each shape
-    details: list[Mapping[str, Any] | None]  # For each shape what the catalog said about it, if that is known
+    details: list[Mapping[str, Any] | None]  # For each shape, the catalog's description, if known
     database: str
-    source: str  # As events name it
+    source: str  # The name used in events
     lacking: npt.NDArray[np.uint8] | None = None
-    """The columns of all shapes that new rows do not have, because a function has taken them out of these only."""
+    """Marks, among the columns of all shapes, those missing from new rows: a function removed them there but not from
+    old rows."""
 
     def __len__(self) -> int:
         return len(self.op)
@@ -94,19 +96,19 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Replaced:
-    """Other texts for some values of a column of tuples."""
+    """Replacement texts for some values of a column of tuples."""
 
-    where: npt.NDArray[np.int32]  # For each item of the lists the index of its text, or -1
+    where: npt.NDArray[np.int32]  # For each list item, the index of its text, or -1
     texts: pa.Array
 
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """What a chain makes of one frame. None: nothing is different."""
+    """The effect of a chain on one frame. None: no difference."""
 
-    names: list[str] | None = None  # Of all columns of all shapes
+    names: list[str] | None = None  # For all columns of all shapes
     dropped: npt.NDArray[np.uint8] | None = None
-    keep: npt.NDArray[np.uint8] | None = None  # Which events the chain has
+    keep: npt.NDArray[np.uint8] | None = None  # Which events the chain keeps
     new: Replaced | None = None
     old: Replaced | None = None
 
@@ -117,8 +119,8 @@ def load_frame(
     options: EventOptions,
     schema_changes: Sequence[ShapeChange] = (),
 ) -> Frame | None:
-    """The changes in neighbouring slices; None if there are none. `schema_changes` are those that become events. Under light
-    load segments are tiny: many of them in one frame cost little more than one."""
+    """The changes in adjacent slices; None if there are none. `schema_changes` are those that become events. Under
+    light load segments are tiny: many of them in one frame cost little more than one."""
     shapes = [(change.position, event_values(change)) for change in schema_changes]
     wanted: dict[str, Any] = {
         "markers": options.markers,
@@ -134,7 +136,7 @@ def load_frame(
 def make_frame(
     changes: pa.RecordBatch, owners: pa.RecordBatch, relations: list[Relation], options: EventOptions
 ) -> Frame:
-    """These changes; `owners` are their transactions, row by row."""
+    """A frame of these changes; `owners` are their transactions, row by row."""
     shapes = [*relations, *_MADE_UP.values()]
     op = changes.column("op").to_numpy()
     xid = owners.column("xid").to_numpy()
@@ -167,7 +169,7 @@ def make_frame(
 
 
 def source_name(shapes: Sequence[Relation]) -> str:
-    """Where the events of a spool come from, as they say it themselves: all its tables are of one source."""
+    """The name of the source in events: all tables of a spool come from the same source."""
     kind = shapes[0].source if shapes else "postgres"
     return "wal_replication" if kind == "postgres" else kind
 
@@ -201,7 +203,7 @@ def _versions(changes: pa.RecordBatch, op: npt.NDArray[np.uint8], tables: int) -
 
 
 def _with_prefixes(changes: pa.RecordBatch, is_message: Bools) -> pa.RecordBatch:
-    """A message's content is the one value of its row: put its prefix before it."""
+    """Put each message's prefix before its content, which is the only value of its row."""
     rows = np.flatnonzero(is_message)
     messages = changes.take(pa.array(rows))
     pairs = [
@@ -230,7 +232,7 @@ def _with_valid_text(
         lists = changes.column(side)
         offsets: npt.NDArray[np.int32] = lists.offsets.to_numpy()
         offsets = offsets - offsets[0]
-        # Of a cut segment only what is in range.
+        # For a cut segment, only the values in range.
         values = lists.values.slice(lists.offsets[0].as_py(), int(offsets[-1]))
         try:
             values.cast(pa.string())
@@ -257,7 +259,7 @@ def _with_valid_text(
 
 
 def _repair(value: bytes, policy: str) -> bytes | None:
-    """The value as text; None: it is none, and the policy is not to change it."""
+    """The value as text; None if it is not valid text and the policy says to leave it."""
     try:
         value.decode()
     except UnicodeDecodeError:
@@ -277,9 +279,9 @@ def rewritten(
     wanted: Bools,
     write: Callable[[int, pa.Array], tuple[Bools | slice, pa.Array]],
 ) -> Replaced | None:
-    """Other texts for the values of the wanted columns, of events that are kept; other values are not looked at. `write`
-    gets the number of a column among those of all shapes, and its values. It gives which of them get other texts, and
-    these."""
+    """Replacement texts for the values of the wanted columns in the events that are kept; other values are skipped.
+    `write` gets a column's number among those of all shapes, and its values. It returns which of them to replace, and
+    the new texts."""
     lists = frame.changes.column(side)
     if lists.null_count == len(lists) or not wanted.any():
         return None
@@ -302,14 +304,14 @@ def rewritten(
 
 
 def dropped_columns(frame: Frame, edit: Edit, side: str) -> npt.NDArray[np.uint8] | None:
-    """Which columns of all shapes the rows of a side are shown without; None: none."""
+    """Which columns of all shapes to omit from the rows of a side; None: none."""
     if frame.lacking is None or side == "old":
         return edit.dropped
     return frame.lacking if edit.dropped is None else frame.lacking | edit.dropped
 
 
 def without_lacking(frame: Frame) -> Frame:
-    """The same frame with no columns but those of its new rows."""
+    """The same frame with only the columns that its new rows have."""
     lacking = frame.lacking
     if lacking is None:
         return frame
@@ -355,12 +357,12 @@ def _edited_lists(frame: Frame, edit: Edit, side: str) -> pa.Array:
 
 def _of_texts(offsets: pa.Array, values: pa.Array, lists: pa.Array) -> pa.Array:
     mask = lists.is_null() if lists.null_count else None
-    whole = pa.array(offsets.to_numpy())  # with a mask Arrow takes no slice
+    whole = pa.array(offsets.to_numpy())  # Arrow does not accept a slice together with a mask
     return pa.ListArray.from_arrays(whole, values.view(pa.string()), mask=mask)
 
 
 def _edited_marks(frame: Frame, edit: Edit) -> pa.Array:
-    """Which values are unchanged TOAST, by the numbers that columns have behind the edit; -1-i: of the old row."""
+    """Which values are unchanged TOAST, by column number after the edit; -1-i for the old row."""
     marks = frame.changes.column("unchanged")
     if edit.dropped is None or marks.null_count == len(marks):
         return marks
@@ -378,7 +380,7 @@ def _edited_marks(frame: Frame, edit: Edit) -> pa.Array:
 
 
 def column_texts(frame: Frame, side: str, index: int, rows: npt.NDArray[np.int64]) -> pa.Array:
-    """The texts of one column in some rows; null where a row has none, or fewer columns."""
+    """The texts of one column in some rows; null where a row has no value or fewer columns."""
     lists = frame.changes.column(side)
     offsets: npt.NDArray[np.int32] = lists.offsets.to_numpy()
     items = offsets[:-1][rows] + index

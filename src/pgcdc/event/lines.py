@@ -1,6 +1,6 @@
-"""Events as JSON text, rendered from the column buffers; and the texts in them, ids, positions and times, made for whole
-columns at once. There are two implementations with the same results, in C (`_lines.pyx`) and here in Python, which runs
-where there was no compiler and is the one to read first."""
+"""Events as JSON text, rendered from the column buffers, and the texts in them (ids, positions and times), built for
+whole columns at once. Two implementations give the same results: C (`_lines.pyx`), and Python here. The Python one runs
+if no compiler was available. Read it first."""
 
 from __future__ import annotations
 
@@ -25,39 +25,41 @@ U64 = npt.NDArray[np.uint64]
 U8 = npt.NDArray[np.uint8]
 
 OPERATIONS = tuple(op.name for op in Op)
-OPERATION_OF = np.zeros(256, np.int32)  # From the byte of an operation to its index in OPERATIONS
+OPERATION_OF = np.zeros(256, np.int32)  # Maps the byte of an operation to its index in OPERATIONS
 for _number, _name in enumerate(OPERATIONS):
     OPERATION_OF[Op[_name]] = _number
 
 NO_EDIT = Edit()
 TEXT, INTEGER, BOOLEAN, RAW, MOMENT, DECIMAL, NUMBER = range(7)
-"""How a value is written: as a string, as a number if it is one, as true or false, or as it is, because it is JSON. Only the
-compiled renderer knows the others: Debezium's forms of timestamptz, and of numeric with and without a scale."""
+"""How a value is written: as a string, as a number if it is one, as true or false, or unchanged because it is JSON
+already. Only the compiled renderer knows the others: Debezium's forms of timestamptz, and of numeric with and without a
+scale."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What stands around the values of an event, and how they are written."""
+    """The text around the values of an event, and how the values are written."""
 
     begin: bytes
-    ids: pa.Array | None  # Of each event; they follow `begin`
+    ids: pa.Array | None  # One for each event; they follow `begin`
     heads: pa.Array
     head_of: npt.NDArray[np.int32]  # Which of `heads` follows, up to the first object of values
-    tails: pa.Array  # Of each event, behind its values
-    whole: npt.NDArray[np.uint8] | None = None  # Of which events there is nothing but the tail
+    tails: pa.Array  # For each event, the text after its values
+    whole: npt.NDArray[np.uint8] | None = None  # Which events consist of the tail alone
     kinds: npt.NDArray[np.uint8] | None = None
-    """With types the old row stands before the new one. For each column of all shapes one of TEXT, INTEGER, BOOLEAN, RAW."""
-    absent: pa.Array | None = None  # With types: what stands for a value that an old row does not have; empty: nothing
+    """If set, columns have types and the old row comes before the new one. For each column of all shapes one of TEXT,
+    INTEGER, BOOLEAN, RAW."""
+    absent: pa.Array | None = None  # With types: the text for a value that an old row does not have; empty: nothing
     placeholders: pa.Array | None = None  # With types: the same for unchanged TOAST
 
 
 def render(frame: Frame, layout: Layout, edit: Edit = NO_EDIT) -> pa.Array:
-    """The JSON of every event; null where the chain behind `edit` does not have it."""
+    """The JSON of every event; null where the chain of `edit` drops the event."""
     return _renderer()(Keyed(frame, edit), frame.changes, layout)
 
 
 def event_layout(frame: Frame, ids: pa.Array, positions: pa.Array, *, transaction: bool, end: str) -> Layout:
-    """What stands around the values of our own events, each followed by `end`."""
+    """The text around the values of our own events, each followed by `end`."""
 
     def head(version: int, op: str) -> str:
         channel = quote_json(frame.channels[version])
@@ -71,7 +73,8 @@ def event_layout(frame: Frame, ids: pa.Array, positions: pa.Array, *, transactio
 
 
 def event_fields(frame: Frame, edit: Edit, *, transaction: bool) -> dict[str, pa.Array]:
-    """What `event_layout` puts into one text, apart: the payload (JSON), the time, and if wanted the transaction (JSON)."""
+    """The parts that `event_layout` joins into one text, separately: the payload (JSON), the time, and if wanted the
+    transaction (JSON)."""
     times = _times(frame)
     found = {"created_at": pc.utf8_trim(times, '"')}
     found |= {"transaction": _transactions(frame, times)} if transaction else {}
@@ -82,22 +85,22 @@ def event_fields(frame: Frame, edit: Edit, *, transaction: bool) -> dict[str, pa
 
 
 def _payload_head(frame: Frame, version: int, op: str) -> str:
-    """From the payload to the row."""
+    """The text from the start of the payload to the row."""
     table = quote_json(frame.shapes[version].name if frame.shapes[version].oid else None)
     return f'{{"op":"{op}","table":{table},"row":'
 
 
 def by_shape_and_op(frame: Frame, write: Callable[[int, str], str]) -> tuple[pa.Array, npt.NDArray[np.int32]]:
-    """Texts that the number of its shape and its operation decide, and for each event which of them is its own."""
+    """Texts determined by an event's shape number and operation, and for each event the index of its text."""
     places = frame.version.astype(np.int64) * len(OPERATIONS) + OPERATION_OF[frame.op]
-    is_there = np.bincount(places) > 0  # not unique(), which sorts all events
+    is_there = np.bincount(places) > 0  # faster than unique(), which sorts all events
     present = (divmod(place, len(OPERATIONS)) for place in np.flatnonzero(is_there).tolist())
     texts = pa.array([write(version, OPERATIONS[op]) for version, op in present], pa.string())
     return texts, (np.cumsum(is_there) - 1).astype(np.int32)[places]
 
 
 class Keyed:
-    """What the renderers need of a frame, with the columns' names as JSON keys, and of what a chain does to it."""
+    """What the renderers need of a frame, with column names as JSON keys, and what a chain does to it."""
 
     def __init__(self, frame: Frame, edit: Edit = NO_EDIT) -> None:
         names = edit.names
@@ -114,13 +117,13 @@ class Keyed:
 
 
 def _times(frame: Frame) -> pa.Array:
-    """When each event was committed, as JSON."""
+    """Each event's commit time, as JSON."""
     times = time_texts(frame.commit_time)
     return pc.if_else(pa.array(frame.is_alone), "null", times) if frame.is_alone.any() else times
 
 
 def _transactions(frame: Frame, times: pa.Array) -> pa.Array:
-    """Which transaction each event belongs to, as JSON."""
+    """Each event's transaction, as JSON."""
     xid, seq = frame.owners.column("xid").cast(pa.string()), pa.array(frame.ordinal).cast(pa.string())
     described = pc.binary_join_element_wise('{"xid":', xid, ',"commit_time":', times, ',"seq":', seq, "}", "")
     return pc.if_else(pa.array(frame.is_alone), "null", described)
@@ -167,7 +170,7 @@ def _values(column: pa.Array) -> list[Any]:
 
 
 def _replaced_values(lists: pa.Array, replaced: Replaced | None) -> list[Any]:
-    """Lists of values, with the texts that a mask made of them."""
+    """Lists of values, with the texts by which a mask replaced some of them."""
     if replaced is None:
         return _values(lists)
     values = lists.values.to_pylist()
@@ -210,7 +213,7 @@ def _write(text: str | None, kind: int) -> str:
 
 
 def is_compiled() -> bool:
-    """Whether the renderer is the one in C."""
+    """Whether the renderer in C is in use."""
     return _renderer() is not render_python
 
 
@@ -226,14 +229,14 @@ def _renderer() -> Callable[..., pa.Array]:
 
 @dataclass(frozen=True, slots=True)
 class IdSeed:
-    """What makes the ids of one stream its own: a hash of server and slot."""
+    """Makes the ids of one stream unique: a hash of server and slot."""
 
     high: int
     low: int
 
     @classmethod
     def of(cls, system_identifier: str, slot: str) -> IdSeed:
-        """The seed of a slot of a server."""
+        """The seed for a server's slot."""
         digest = hashlib.sha256(f"{system_identifier}/{slot}".encode()).digest()
         return cls(int.from_bytes(digest[:8], "big"), int.from_bytes(digest[8:16], "big"))
 
@@ -280,7 +283,7 @@ def position_texts(commit: I64, kind: U8, ordinal: I64, sub: I64) -> pa.Array:
 def time_texts(microseconds: I64) -> pa.Array:
     """Times as JSON strings with six digits of the second, in UTC."""
     count, width = len(microseconds), len("2026-11-16T00:46:06.258000")
-    # Changes of one transaction are neighbours: each of its times is written once.
+    # Changes of one transaction are adjacent: each distinct time is written once.
     moments, index = np.unique(microseconds, return_inverse=True)
     texts = np.datetime_as_string(moments.view("datetime64[us]"), unit="us").astype(f"S{width}")
     letters = texts.view(np.uint8).reshape(-1, width)[index]
@@ -316,5 +319,5 @@ _ESCAPES = {
 
 
 def quote_json(text: str | None) -> str:
-    """A JSON string (or null) as Spark writes it: nothing is escaped that need not be."""
+    """A JSON string (or null) as Spark writes it: only what must be escaped is escaped."""
     return "null" if text is None else f'"{text.translate(_ESCAPES)}"'

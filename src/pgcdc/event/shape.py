@@ -1,5 +1,5 @@
-"""What a table looks like, and what a change of that was. What has changed from one shape to the next depends on the record
-in the history alone, so that it is the same at every replay."""
+"""What a table looks like, and how that changed. The differences between two shapes are computed from the record in the
+history alone, so every replay gives the same result."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from pgcdc.postgres.types.catalog import BUILT_IN, TypeCatalog, TypeInfo, type_n
 
 @dataclass(frozen=True, slots=True)
 class TableShape:
-    """What a table looks like behind a chain."""
+    """What a table looks like after a chain."""
 
     relation: Relation
-    details: Mapping[str, Any] | None = None  # What the catalog said about it
+    details: Mapping[str, Any] | None = None  # The catalog's description of it
 
     def to_json(self) -> dict[str, Any]:
         return {"relation": self.relation.to_json(), "details": self.details}
@@ -29,50 +29,50 @@ class TableShape:
 
     @property
     def key(self) -> list[str]:
-        """The columns of the primary key, in the key's order; without one those of the replica identity."""
+        """The columns of the primary key, in the key's order; without one, those of the replica identity."""
         names = [column.name for column in self.relation.columns]
         primary = self.details["primary_key"] if self.details is not None else []
         if primary and set(names).issuperset(primary):
             return list(primary)
-        # With REPLICA IDENTITY FULL every column identifies the row, which says nothing about its key.
+        # With REPLICA IDENTITY FULL every column identifies the row. That says nothing about its key.
         is_full = self.relation.replica_identity == "f"
         return [column.name for column in self.relation.columns if column.is_key and not is_full]
 
     def type_of(self, column: Column) -> str:
-        """The name of a column's type, for people."""
+        """The name of a column's type, for messages."""
         described = self.details["columns"] if self.details is not None else ()
         found = (str(one["type"]) for one in described if one["name"] == column.name)
         return next(found, None) or type_name(column.type_oid, column.typmod)
 
 
 def is_late(details: Mapping[str, Any] | None) -> bool:
-    """Whether the catalog was read when the table had been altered again: its rows may have been rewritten in between."""
+    """Whether the catalog was read after the table had been altered again: its rows may have been rewritten in between."""
     return details is None or bool(details.get("is_late"))
 
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """What is known besides the stream."""
+    """What is known beyond the stream."""
 
-    database: str = ""  # Its name
-    changes: tuple[ShapeChange, ...] = ()  # What the catalog said about shapes of tables when they were first seen
+    database: str = ""  # The database's name
+    changes: tuple[ShapeChange, ...] = ()  # The catalog's descriptions of tables' shapes when they first appeared
 
 
 class Family(Enum):
-    """How the text of a value is to be read."""
+    """How to read the text of a value."""
 
     TEXT, INTEGER, BOOLEAN, DOUBLE, FLOAT, NUMERIC, TIMESTAMPTZ, TIMESTAMP, DATE, TIME = range(10)
     BYTES, NUMBER, UUID, INTERVAL, TIMETZ, BIT, BITS, MONEY, HSTORE, POINT = range(10, 20)
     VECTOR, HALFVEC, SPARSEVEC, OTHER = range(20, 24)
-    # NUMERIC has a scale, a NUMBER has none; BIT is one bit.
+    # NUMERIC has a scale, NUMBER does not; BIT is one bit.
 
 
 class ValueType(NamedTuple):
-    """What Debezium needs to know of the type of a column."""
+    """What Debezium needs to know about a column's type."""
 
     family: Family
     is_array: bool = False
-    digits: int = 6  # Of the seconds of a time
+    digits: int = 6  # Fractional digits of the seconds
     is_required: bool = False  # NOT NULL
 
 
@@ -95,17 +95,17 @@ _ARRAYS = {
     Family.TIMESTAMP, Family.DATE, Family.TIME, Family.BYTES, Family.NUMBER, Family.UUID, Family.TIMETZ, Family.HSTORE,
 }  # fmt: skip
 _TIMES = {Family.TIME, Family.TIMETZ, Family.TIMESTAMP, Family.TIMESTAMPTZ}
-_NO_ARRAYS = {"nameout", "xml_out", "tsvectorout"}  # What is text, but has no arrays that anybody reads
+_NO_ARRAYS = {"nameout", "xml_out", "tsvectorout"}  # Text types whose arrays nobody reads
 _BY_NAME = {
     "hstore": Family.HSTORE, "vector": Family.VECTOR, "halfvec": Family.HALFVEC, "sparsevec": Family.SPARSEVEC,
     "citext": Family.TEXT, "ltree": Family.TEXT, "isbn": Family.TEXT, "refcursor": Family.OTHER,
     **dict.fromkeys(("int4range", "int8range", "numrange", "tsrange", "tstzrange", "daterange"), Family.TEXT),
 }  # fmt: skip
-"""Of what is known by its name: types of extensions, whose functions may be anybody's, and ranges, which share one."""
+"""Types known by name: types of extensions, whose functions can have any name, and ranges, which share theirs."""
 
 
 def column_types(shape: Relation, details: Mapping[str, Any] | None) -> list[ValueType]:
-    """Of each column."""
+    """The type of each column."""
     catalog = BUILT_IN
     required: set[str] = set()
     if details is not None:
@@ -121,7 +121,7 @@ def _type(catalog: TypeCatalog, column: Column, is_required: bool) -> ValueType:
     is_array = info is not None and info.kind == "array"
     if info is not None and is_array:
         element = catalog.types.get(info.inner)
-        # An array of a domain is not an array of its base type to those who know types by their oids.
+        # Readers that know types by oid do not treat an array of a domain as an array of its base type.
         info = None if element is None or element.is_domain else element
     family = _family(info, typmod)
     if is_array and info is not None and (family not in _ARRAYS or info.output in _NO_ARRAYS):
@@ -157,10 +157,10 @@ def _family(info: TypeInfo | None, typmod: int) -> Family:
 
 
 def diff_shapes(change: ShapeChange) -> list[dict[str, Any]]:
-    """What is different, one by one; nothing for a table that was first seen. Never empty if the two shapes differ; of equal
-    shapes, it is what the catalog says otherwise than before. A column is known again by its number in the catalog. Where
-    that is not known for both shapes, by its name, and then a rename is told as a removal and an addition: order and type
-    never prove one (docs/decisions/0010-shapes.md)."""
+    """The differences, one by one; empty for a table seen for the first time. Never empty if the two shapes differ; for
+    equal shapes, the differences are in what the catalog says. Columns are matched by their number in the catalog.
+    Where it is not known for both shapes they are matched by name, and then a rename is reported as a removal and an
+    addition: order and type never prove a rename (docs/decisions/0010-shapes.md)."""
     if change.before is None:
         return []
     before, after = TableShape(change.before, change.before_details), TableShape(change.after, change.details)
@@ -177,7 +177,7 @@ def diff_shapes(change: ShapeChange) -> list[dict[str, Any]]:
         found += [*_diff_types(before.details, after.details), *_diff_rows(before.details, after.details, *ids)]
     if is_late(before.details) and after.details is not None and before.relation == after.relation:
         found.append({"type": "rewritten", "columns": []})
-    if any(one["type"] in NEW_VALUES for one in found):  # which says it already
+    if any(one["type"] in NEW_VALUES for one in found):  # already covered by that one
         found = [one for one in found if one["type"] != "rewritten"]
     return found
 
@@ -186,7 +186,7 @@ NEW_VALUES = ("column_added", "column_replaced", "column_type_changed")
 
 
 _Ids = Mapping[str, int]
-"""The numbers of columns by their names; empty: they are not known for both shapes. None is ever given to another column."""
+"""Column numbers by name; empty if they are not known for both shapes. A number is never reused for another column."""
 
 
 def _diff_columns(before: TableShape, after: TableShape, old_ids: _Ids, new_ids: _Ids) -> Iterator[dict[str, Any]]:
@@ -234,16 +234,16 @@ def _diff_keys(before: TableShape, after: TableShape, old_ids: _Ids, new_ids: _I
         flag = {} if deferrable[0] == deferrable[1] else {"deferrable": deferrable[1]}
         yield {"type": "primary_key_changed", "old": primary[0], "new": primary[1], **flag}
         if old == "d":
-            return  # what identifies a row now follows from it
+            return  # the change of the identity follows from it
     keys = [[column.name for column in one.relation.columns if column.is_key] for one in (before, after)]
-    if old == new != "f" and not is_same(*keys):  # of a full one all columns are
+    if old == new != "f" and not is_same(*keys):  # with FULL, every column is part of it
         yield {"type": "key_columns_changed", "old": keys[0], "new": keys[1]}
 
 
 def _diff_types(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Types of both shapes that are made of something else now: an enum with another label, say."""
+    """Types of both shapes whose definition has changed: an enum with another label, for example."""
     olds, news = ({row[0]: row for row in (one["types"] or {"types": []})["types"]} for one in (before, after))
-    # Before it goes through the file, a list is a tuple.
+    # A list is still a tuple until it has been through the file.
     changed = {news[oid][1] for oid in news if oid in olds and _to_json([olds[oid]]) != _to_json([news[oid]])}
     old_labels, new_labels = (one.get("enums", {}) for one in (before, after))
     changed |= {name for name in new_labels if name in old_labels and old_labels[name] != new_labels[name]}
@@ -258,11 +258,11 @@ def _diff_types(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator
 def _diff_rows(
     before: Mapping[str, Any], after: Mapping[str, Any], old_ids: _Ids, new_ids: _Ids
 ) -> Iterator[dict[str, Any]]:
-    """What gives the table other rows without any change in the stream."""
+    """Changes that give the table other rows without any change in the stream."""
     files = [one.get("filenode") for one in (before, after)]
     if None not in files and files[0] != files[1]:
         olds, news = ({one["attnum"]: one for one in details["columns"]} for details in (before, after))
-        # VACUUM FULL and TRUNCATE rewrite the table as well, but touch no column (unless it has a missing value).
+        # VACUUM FULL and TRUNCATE also rewrite the table, but touch no column (unless it has a missing value).
         altered = [
             news[number]["name"]
             for number in olds.keys() & news.keys()
@@ -270,7 +270,7 @@ def _diff_rows(
         ]
         if altered or after.get("hides_truncate"):
             yield {"type": "rewritten", "columns": sorted(altered)}
-    # What was proven may have had a column more, which nobody knew of.
+    # The proven shape may have had an additional column that was never seen.
     added = len(set(new_ids.values()) - set(old_ids.values()))
     is_read = before.get("is_proven") and not after.get("is_proven")
     if is_read and "natts" in after and after["natts"] - before["natts"] != added:
@@ -281,7 +281,8 @@ def _diff_rows(
         found = {
             "added": [oid for oid in news if oid not in olds],
             "removed": [*(oid for oid in olds if oid not in news), *after.get("lost", ())],
-            # One that was made as a partition has a file with its own number: another one has lost rows that were sent.
+            # A partition created as such has a file with its own number. If the number differs, rows that were sent are
+            # gone.
             "rewritten": [
                 oid
                 for oid, file in news.items()
@@ -295,7 +296,7 @@ def _diff_rows(
         if any(found.values()):
             attached = [oid for oid in found["added"] if oid in after.get("attached", ())]
             yield {"type": "partitions_changed", **found, "attached": attached}
-    if "natts" in before and "natts" in after:  # older records do not say it
+    if "natts" in before and "natts" in after:  # older records do not have it
         rules = [one.get("published") for one in (before, after)]
         meant = [
             rule and (rule["row_filter"], rule["columns"] and [ids.get(name, name) for name in rule["columns"]])
@@ -303,7 +304,7 @@ def _diff_rows(
         ]
         if meant[0] != meant[1]:
             yield {"type": "published_changed", "old": rules[0], "new": rules[1]}
-    # Another entry, or altered since: for a while the table may have had none, even if nobody looked then.
+    # A different entry, or one altered since: the table may have had none for a while, even if nobody looked then.
     is_altered = after.get("member_since") != before.get("member_since", after.get("member_since"))
     if "member" in before and after.get("member", 0) != 0 and (is_altered or after["member"] != before["member"]):
         yield {"type": "updates_published"}
@@ -322,7 +323,7 @@ def _to_json(value: list[Any]) -> str:
 
 
 def describe_change(change: ShapeChange) -> list[str]:
-    """For people: `table public.orders: column note (text) added`, a line for each difference."""
+    """For messages: `table public.orders: column note (text) added`, one line for each difference."""
     table = f"{change.after.namespace}.{change.after.name}"
     return [f"table {table}: {_say(one)}" for one in diff_shapes(change)]
 

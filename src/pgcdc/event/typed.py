@@ -1,6 +1,6 @@
-"""Changes of one table as rows of its own columns, in Spark's types. Old and new values of a group of changes are turned
-into one Arrow array per column; the rows that come out only pick from it. So a DELETE (which shows its old values),
-`_before` and the retractions of a Z-set cost no conversion of their own."""
+"""Changes of one table as rows of its own columns, in Spark's types. Old and new values of a group of changes are
+converted into one Arrow array per column; the output rows only pick from it. So a DELETE (which shows its old values),
+`_before` and the retractions of a Z-set need no conversion of their own."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ from pgcdc.spool.schema import CHANGES
 BEFORE = "_before"
 UNCHANGED = "_unchanged_toast_columns"
 WEIGHT = "_weight"
-HEARTBEAT = "HEARTBEAT"  # `_op` of a row that only says how far time has come
-LOAD_AGAIN = "Load the table again"  # How the advice begins that comes with SchemaChanged
+HEARTBEAT = "HEARTBEAT"  # `_op` of a row that only reports how far time has advanced
+LOAD_AGAIN = "Load the table again"  # The start of the advice in SchemaChanged
 
 
 @dataclass(frozen=True, slots=True)
 class RowOptions:
     """How changes become rows."""
 
-    zset: bool = False  # Rows with weights: an UPDATE takes the old row back (-1) and adds the new one (+1)
+    zset: bool = False  # Rows with weights: an UPDATE retracts the old row (-1) and adds the new one (+1)
     truncate: str = "error"
-    """What a TRUNCATE is for a Z-set, which was not told of the rows that are gone: `error`, or a row to `mark` it."""
+    """How a Z-set handles TRUNCATE, which does not list the removed rows: `error`, or `mark` it with a row."""
     other_shapes: bool = False
-    """Changes whose table has other columns by then are read as far as they go; else they are refused."""
+    """Read changes made under other columns as far as possible; otherwise refuse them."""
     events: EventOptions = EventOptions()  # noqa: RUF009 - frozen
     snapshot_end: Position = Position.at(0, 0)  # noqa: RUF009 - frozen
-    """Up to where rows of snapshots are those of the initial one: only these are new to a Z-set."""
+    """The end of the initial snapshot's rows: only snapshot rows up to here are new to a Z-set."""
 
 
 @dataclass(frozen=True, slots=True)
 class TypedColumn:
-    """One column: what it is in the database, and what it becomes."""
+    """One column: its definition in the database, and the type it gets."""
 
     name: str
     type_oid: int
@@ -57,18 +57,18 @@ class TypedColumn:
 
 @dataclass(frozen=True)
 class TypedTable:
-    """The shape that a query was made for. Picklable: it travels to the executors."""
+    """The shape for which a query was built. Picklable: it is sent to the executors."""
 
     namespace: str
     name: str
     columns: tuple[TypedColumn, ...]
     is_whole: bool = True
-    """The query wants all columns there are; else columns that it does not ask for may come and go."""
-    before: tuple[str, ...] = ()  # What of the old row it asked for
+    """The query wants every column the table has; otherwise columns that it does not ask for may come and go."""
+    before: tuple[str, ...] = ()  # The columns of the old row that it asked for
 
     @property
     def title(self) -> str:
-        """Its name, for people."""
+        """Its name, for messages."""
         return name_table(self.namespace, self.name)
 
     @property
@@ -78,7 +78,7 @@ class TypedTable:
 
     @cached_property
     def by_name(self) -> dict[str, TypedColumn]:
-        """Its columns."""
+        """Its columns by name."""
         return {column.name: column for column in self.columns}
 
     @cached_property
@@ -91,8 +91,8 @@ class TypedTable:
         return (shape.namespace, shape.name) == (self.namespace, self.name)
 
     def can_read(self, shape: Relation) -> bool:
-        """Whether its columns can be read of this shape, with NULL for those that are not there any more. A column with
-        another type only if its values come out exact, or are refused: text, integers and decimals."""
+        """Whether its columns can be read from this shape, with NULL for columns that no longer exist. A column with
+        another type qualifies only if its values are converted exactly or rejected: text, integers and decimals."""
         theirs = {column.name: (column.type_oid, column.typmod) for column in shape.columns}
         return all(
             theirs.get(one.name, (one.type_oid, one.typmod)) == (one.type_oid, one.typmod) or _is_strict(one.type.arrow)
@@ -100,7 +100,7 @@ class TypedTable:
         )
 
     def explain(self, shape: Relation) -> str:
-        """What is different from the columns that the query was made for, in a few words; empty: nothing."""
+        """A short description of the differences from the query's columns; empty: none."""
         theirs = {column.name: (column.type_oid, column.typmod) for column in shape.columns}
         ours = {column.name: (column.type_oid, column.typmod) for column in self.columns}
         found = [f"column {name} is missing" for name in ours if name not in theirs]
@@ -121,7 +121,7 @@ def typed_batch(
     schema: pa.Schema,
     options: RowOptions,
 ) -> pa.RecordBatch | None:
-    """The table's changes in neighbouring slices, with exactly `schema`; None if there are none. `shapes` are the versions
+    """The table's changes in adjacent slices, with exactly `schema`; None if there are none. `shapes` are the versions
     of its relation."""
     found = []
     for piece in pieces:
@@ -146,7 +146,7 @@ def typed_batch(
 
 
 def heartbeat_batch(position: Position, time_us: int, schema: pa.Schema) -> pa.RecordBatch:
-    """One row that says: everything committed before that time has come."""
+    """One row that says: everything committed before this time has arrived."""
     known = {
         "_op": pa.array([HEARTBEAT]),
         "_lsn": pa.array([position.commit]),
@@ -160,13 +160,13 @@ def heartbeat_batch(position: Position, time_us: int, schema: pa.Schema) -> pa.R
 
 
 class _Group:
-    """Changes of the same shape, and the rows that they become."""
+    """Changes of the same shape, and the rows they become."""
 
     def __init__(
         self, changes: pa.RecordBatch, owners: pa.RecordBatch, shape: Relation, table: TypedTable, options: RowOptions
     ) -> None:
         policy = options.events.invalid_text
-        zeros = pa.array(np.zeros(len(changes), np.int32))  # the only shape of the frame
+        zeros = pa.array(np.zeros(len(changes), np.int32))  # the frame's only shape
         changes = changes.set_column(CHANGES.get_field_index("relation"), "relation", zeros)
         self._frame = make_frame(
             changes, owners, [shape], EventOptions(invalid_text="keep" if policy == "error" else policy)
@@ -186,18 +186,18 @@ class _Group:
         self._news = int(self._has_new.sum())
         self._olds = int(self._has_old.sum())
         self.row, self._from_old, self._weight = self._choose()
-        """For each row that comes out: of which change it is, whether it shows the old values, and its weight."""
+        """For each output row: the change it comes from, whether it shows the old values, and its weight."""
         self._shown = EventColumns(self._frame, None, EventOptions())
         self._converted: dict[str, pa.Array] = {}
         self._flat: dict[str, pa.Array] = {}
 
     def batch(self, schema: pa.Schema) -> pa.RecordBatch:
-        """The rows with exactly these columns."""
+        """The output rows with exactly these columns."""
         self._needs_old = bool(self._from_old.any()) or (BEFORE in schema.names and self._olds > 0)
         arrays = [self._column(field) for field in schema]
         return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
-    # --- which rows come out
+    # --- which rows are output
 
     def _choose(self) -> tuple[I64, Bools, npt.NDArray[np.int32]]:
         rows: I64 = np.arange(len(self._op))
@@ -231,7 +231,7 @@ class _Group:
         return out, from_old, np.where(is_truncate[out], 0, np.where(from_old, -1, 1)).astype(np.int32)
 
     def _check_pairs(self) -> None:
-        """A retraction needs the whole old row, and the new one must be whole as well."""
+        """A retraction needs the whole old row, and then the new row must be complete as well."""
         needs = (self._op == Op.UPDATE) | (self._op == Op.DELETE)
         lacks = needs & (self._frame.old_kind != OldKind.FULL)
         if lacks.any():
@@ -268,7 +268,7 @@ class _Group:
         return made if made.type == field.type else made.cast(field.type)
 
     def _values(self, name: str) -> pa.Array:
-        """New values of all changes that have any, then (if they are needed) the old ones, then one NULL."""
+        """New values of all changes that have them, then the old ones (if needed), then one NULL."""
         if name not in self._converted:
             column = self._table.by_name[name]
             number = next((i for i, one in enumerate(self._shape.columns) if one.name == name), None)
@@ -290,7 +290,7 @@ class _Group:
         return take_column(self._flat[side], len(self._shape.columns), number)
 
     def _pick(self, values: pa.Array, from_old: Bools, there: Bools) -> pa.Array:
-        """The value of each row that comes out."""
+        """The value of each output row."""
         if not from_old.any() and there.all() and self._news == len(self.row):
             return values.slice(0, self._news)
         new_place, old_place = np.cumsum(self._has_new) - 1, np.cumsum(self._has_old) - 1 + self._news
@@ -307,7 +307,7 @@ class _Group:
         arrays = [self._pick(self._values(field.name), always, there) for field in kind]
         return pa.StructArray.from_arrays(arrays, fields=list(kind), mask=pa.array(~there))
 
-    # --- what is said when a value has no place
+    # --- messages for a value that does not fit
 
     def _position(self, row: int) -> Position:
         commit, kind, ordinal = (one[row].item() for one in (self._frame.commit, self._frame.kind, self._frame.ordinal))
@@ -335,7 +335,7 @@ _META = {
     "_ts": "created_at",
     UNCHANGED: "unchanged_toast_columns",
 }
-"""The columns that events have, too."""
+"""The columns that events also have."""
 
 
 def _is_there(column: pa.Array) -> Bools:
@@ -344,6 +344,6 @@ def _is_there(column: pa.Array) -> Bools:
 
 
 def show_value(value: bytes | None) -> str:
-    """A value in a message."""
+    """A value as shown in a message."""
     text = "NULL" if value is None else value.decode(errors="replace")
     return text if len(text) <= 60 else f"{text[:60]}..."
