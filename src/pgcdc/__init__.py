@@ -90,7 +90,7 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import what needs Spark or a driver only when it is asked for."""
+    """Import Spark and drivers lazily, so that `import pgcdc` works without them."""
     from importlib import import_module
 
     module = next((module for module, names in _LAZY.items() if name in names), "")

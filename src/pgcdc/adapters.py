@@ -1,11 +1,12 @@
-"""Adapters for pipelines in Python: each function says where events go, and what is done to them on the way.
+"""Adapters for pipelines in Python: each function says where events go and how they are transformed on the way.
 
     from pgcdc import adapters
+
     adapters.file("audit.jsonl", name="audit", routes=["orders"], priority="best-effort")
 
-A function takes the options of its type (`SinkOptions`), the first one also without its name. What is the same for all:
-`name` (two adapters of a type need one), `transforms` of its own behind those of the pipeline, `routes` (channel patterns;
-none: everything), `priority`, and the settings of `DeliveryOptions` by their names.
+A function accepts the options of its type (`SinkOptions`); the first option may be positional. Every function also accepts
+`name` (required when two adapters have the same type), `transforms` (applied after those of the pipeline), `routes`
+(channel patterns; none: everything), `priority`, and the settings of `DeliveryOptions`.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def _make(kind: str, model: type[SinkOptions], *first: Any, name: str = "", **gi
 
 
 def _signature(kind: str, model: type[SinkOptions]) -> inspect.Signature:
-    """For `help()` and editors."""
+    """The signature that `help()` and editors show."""
     own = {name: Parameter.empty if one.is_required() else one.default for name, one in model.model_fields.items()}
     delivery = {name: one.default for name, one in DeliveryOptions.model_fields.items()}
     parameters = [

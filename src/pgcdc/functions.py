@@ -1,8 +1,8 @@
 """Functions on DataFrames of typed changes: `from pgcdc import functions as C`.
 
-They take what `option("table", ...)` gives: the columns of one table, and the metadata columns of `METADATA`. All are made
-of Spark's own expressions, so nothing runs in Python, and a plan can be read with `explain()`. Each docstring says whether
-the function is for batch DataFrames (that includes what `foreachBatch` hands over), for streams, or for both.
+They work on what `option("table", ...)` returns: the columns of one table, and the metadata columns of `METADATA`. They
+are made only of Spark expressions, so nothing runs in Python, and `explain()` shows the plan. Each docstring says
+whether the function works on batch DataFrames (including those in `foreachBatch`), on streams, or on both.
 
 Keys are columns that are never NULL and whose old values PostgreSQL sends: the primary key, the index of the replica
 identity, or any NOT NULL columns with REPLICA IDENTITY FULL.
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 METADATA = ("_op", "_lsn", "_ordinal", "_xid", "_ts", "_before", "_unchanged_toast_columns", "_weight")
-"""The columns that a typed table has beside its own; `_weight` only with `changelog=zset`."""
+"""The columns that a typed table has besides its own; `_weight` only with `changelog=zset`."""
 
 _MAX_LSN = (1 << 63) - 1  # the largest BIGINT
 _PART, _ROW, _TRUNCATED, _COUNT = "__pgcdc_part", "__pgcdc_row", "__pgcdc_truncated", "__pgcdc_count"
@@ -46,15 +46,15 @@ _WHOLE, _OLD, _NEW = 0, 1, 2  # which part of a change a row is
 def sequence() -> Column:
     """`struct(_lsn, _ordinal)`: the place of a change in the stream, as a column that can be compared.
 
-    No two changes of a table have the same one, unlike commit times. Batch and streaming.
+    Unlike commit times, it is unique for every change of a table. Batch and streaming.
     """
     return F.struct(F.col("_lsn"), F.col("_ordinal"))
 
 
 def with_sequence(df: DataFrame, name: str = "_sequence") -> DataFrame:
-    """`df` with `sequence()` as a column of its own, for `sequence_by` in AUTO CDC. Batch and streaming.
+    """`df` with `sequence()` as an extra column, for `sequence_by` in AUTO CDC. Batch and streaming.
 
-    In a Z-set both halves of an UPDATE stand at the same place. There `_weight` is a third field, so that the old row comes
+    In a Z-set both halves of an UPDATE have the same place. There `_weight` is a third field, so that the old row sorts
     before the new one.
     """
     found = _schema_with(df, "with_sequence", "_lsn", "_ordinal")
@@ -64,7 +64,7 @@ def with_sequence(df: DataFrame, name: str = "_sequence") -> DataFrame:
 
 
 def only_inserts(df: DataFrame) -> DataFrame:
-    """The rows that were inserted, as they were then. Batch and streaming."""
+    """Only the inserted rows, as they were when inserted. Batch and streaming."""
     _schema_with(df, "only_inserts", "_op")
     return df.filter(F.col("_op") == "INSERT")
 
@@ -72,8 +72,8 @@ def only_inserts(df: DataFrame) -> DataFrame:
 def as_of(df: DataFrame, position: Position | str) -> DataFrame:
     """The changes up to and including a position. Batch and streaming (a stream does not end there).
 
-    `position` is a `pgcdc.Position`, its text (as events carry it), or an LSN as PostgreSQL writes it, such as `0/16B3748`:
-    then every transaction that ended there or before.
+    `position` is a `pgcdc.Position`, its text (as events carry it), or an LSN as PostgreSQL writes it, such as
+    `0/16B3748`. An LSN includes every transaction that ended at or before it.
     """
     _schema_with(df, "as_of", "_lsn", "_ordinal")
     end = _parse_position(position)
@@ -85,8 +85,8 @@ def as_of(df: DataFrame, position: Position | str) -> DataFrame:
 def split_key_updates(df: DataFrame, keys: str | Sequence[str]) -> DataFrame:
     """`df` in which an UPDATE that changed a key is two rows: a DELETE of the old key, then an INSERT of the new one.
 
-    A sink that knows rows by their key then ends up right: the old key is gone. Both rows have the position of the UPDATE.
-    The DELETE has the old values as far as they were sent. All other rows are as before. Batch and streaming.
+    This lets a sink that identifies rows by key remove the old key. Both rows have the position of the UPDATE. The
+    DELETE has the old values, as far as PostgreSQL sent them. All other rows are unchanged. Batch and streaming.
     """
     schema = _schema_with(df, "split_key_updates", "_op", "_before")
     _refuse_zset(schema, "split_key_updates", "An UPDATE of a Z-set is a pair already: use it as it is")
@@ -102,7 +102,7 @@ def split_key_updates(df: DataFrame, keys: str | Sequence[str]) -> DataFrame:
     changed = F.lit(False)
     for name in names:
         before = F.col("_before")[name]
-        # A key is never NULL: where _before has no value for it, none was sent, and it has not changed.
+        # A key is never NULL: if _before has no value for it, PostgreSQL sent none because the key did not change.
         changed = changed | (before.isNotNull() & ~before.eqNullSafe(_column(name)))
     parts = F.when((F.col("_op") == "UPDATE") & changed, F.array(F.lit(_OLD), F.lit(_NEW))).otherwise(
         F.array(F.lit(_WHOLE))
@@ -119,7 +119,7 @@ def split_key_updates(df: DataFrame, keys: str | Sequence[str]) -> DataFrame:
             value = F.when(part != _OLD, value)
         elif name in known:
             value = F.when(part == _OLD, F.col("_before")[name]).otherwise(value)
-        else:  # as it is: a column with a watermark keeps it
+        else:  # unchanged, so that a column with a watermark keeps it
             columns.append(value)
             continue
         columns.append(value.alias(name))
@@ -129,11 +129,12 @@ def split_key_updates(df: DataFrame, keys: str | Sequence[str]) -> DataFrame:
 def latest_per_key(df: DataFrame, keys: str | Sequence[str], *, keep_deletes: bool = False) -> DataFrame:
     """The last row of each key. Batch only; for a stream, call it in `foreachBatch`.
 
-    Keys whose last change is a DELETE are not there, nor those that an UPDATE changed to another key, nor rows from before
-    the last TRUNCATE. With `keep_deletes` the result is what has to be done to a keyed copy of the table: the last TRUNCATE
-    (if there was one, to be done first), and one row per key, of which a DELETE says that the key has to go.
+    Leaves out keys whose last change is a DELETE, keys that an UPDATE changed to another key, and rows from before the
+    last TRUNCATE. With `keep_deletes` the result says how to update a keyed copy of the table: first the last TRUNCATE,
+    if there is one, then one row per key, where DELETE means that the key must be removed.
 
-    Columns in `_unchanged_toast_columns` are not looked for in older rows: read with `toast` `cache` or `full`.
+    It does not look up columns in `_unchanged_toast_columns` in older rows: read the table with `toast` `cache` or
+    `full`.
     """
     schema = _schema_with(df, "latest_per_key", "_op", "_lsn", "_ordinal", "_before")
     _refuse_zset(schema, "latest_per_key", "Use current_state, or read the table without option('changelog', 'zset')")
@@ -147,7 +148,7 @@ def latest_per_key(df: DataFrame, keys: str | Sequence[str], *, keep_deletes: bo
     latest = changes.groupBy(*(_sent_key(name).alias(f"__pgcdc_key{i}") for i, name in enumerate(names))).agg(
         F.max_by(F.struct(*(_column(name) for name in schema.fieldNames())), sequence()).alias(_ROW)
     )
-    # Asked of the result, not of the input: Spark then reads the input only once.
+    # Filter the result rather than the input, so that Spark reads the input only once.
     row = F.col(_ROW)
     place = F.struct(row["_lsn"], row["_ordinal"])
     truncated = latest.filter(row["_op"] == "TRUNCATE").agg(F.max(place).alias(_TRUNCATED))
@@ -161,8 +162,8 @@ def latest_per_key(df: DataFrame, keys: str | Sequence[str], *, keep_deletes: bo
 def current_state(df: DataFrame) -> DataFrame:
     """The rows of the table that a Z-set (`changelog=zset`) adds up to, without metadata. Batch and streaming.
 
-    A row comes as often as the table has it. A stream needs the output mode `complete`, which gives the whole state each
-    time; `update` gives the rows whose number has changed and that still exist, and does not say which are gone.
+    A row appears as often as the table contains it. A stream needs the output mode `complete`, which returns the whole
+    state each time. `update` returns only existing rows whose count changed, and does not show which rows are gone.
 
     In a batch, rows from before a TRUNCATE are gone; a stream stops at a TRUNCATE, because sums cannot be taken back.
     """
@@ -178,19 +179,20 @@ def current_state(df: DataFrame) -> DataFrame:
 def with_watermark(df: DataFrame, delay: str) -> DataFrame:
     """`df` with a watermark on the commit time `_ts`, and without HEARTBEAT rows. Batch and streaming.
 
-    Read the table with `option("heartbeats", "true")`: HEARTBEAT rows move the watermark while no change comes, so that the
-    windows of an idle table close. Call this before filters of your own, which would take the HEARTBEAT rows away too early.
+    Read the table with `option("heartbeats", "true")`: HEARTBEAT rows move the watermark while there are no changes, so
+    that the windows of an idle table close. Call this before your own filters, which would remove the HEARTBEAT rows
+    too early.
     """
     _schema_with(df, "with_watermark", "_op", "_ts")
-    # Spark moves filters below a watermark, where HEARTBEAT rows would be gone before they can move it: this one, and every
-    # filter that comes after it. It moves none that is not deterministic, nor others past such a one; a partition number
-    # counts as that, and costs nothing.
+    # Spark pushes filters below a watermark, where they would remove HEARTBEAT rows before those move it. That affects
+    # this filter and every later one. Spark does not push a non-deterministic filter, nor any filter past one. A
+    # partition number counts as non-deterministic, and costs nothing.
     stays = F.spark_partition_id() >= 0
     return df.withWatermark("_ts", delay).filter(F.when(F.col("_op") == "HEARTBEAT", False).otherwise(stays))
 
 
 def without_metadata(df: DataFrame, keep: Iterable[str] = ()) -> DataFrame:
-    """The table's own columns, and those metadata columns that are in `keep`. Batch and streaming."""
+    """The table's own columns, and the metadata columns listed in `keep`. Batch and streaming."""
     kept = set(keep)
     unknown = sorted(kept.difference(METADATA))
     if unknown:
@@ -201,18 +203,18 @@ def without_metadata(df: DataFrame, keep: Iterable[str] = ()) -> DataFrame:
     return df.drop(*(name for name in METADATA if name not in kept))
 
 
-# --- parts of the above
+# --- building blocks
 
 
 def _after_truncate(df: DataFrame) -> DataFrame:
-    """A batch without what was there before its last TRUNCATE."""
+    """A batch without the rows from before its last TRUNCATE."""
     truncated = df.filter(F.col("_op") == "TRUNCATE").agg(F.max(sequence()).alias(_TRUNCATED))
     later = F.col(_TRUNCATED).isNull() | (sequence() > F.col(_TRUNCATED))
     return df.filter(F.col("_weight").isNotNull()).crossJoin(F.broadcast(truncated)).filter(later)
 
 
 def _stop_at_truncate(df: DataFrame) -> DataFrame:
-    """A stream that fails with advice when a TRUNCATE comes."""
+    """A stream that fails with advice when it meets a TRUNCATE."""
     reason = F.raise_error(
         F.concat(
             F.lit("current_state: the table was truncated at "),
@@ -227,7 +229,7 @@ def _stop_at_truncate(df: DataFrame) -> DataFrame:
 
 
 def _sent_key(name: str) -> Column:
-    """The key of a row. A DELETE without it would silently leave its row in place, so it is an error."""
+    """The key of a row. A DELETE without a key is an error: it would silently leave its row in place."""
     missing = F.raise_error(
         F.lit(
             f"latest_per_key: a DELETE came without a value of the key {name!r}. Use the columns of the replica identity as "
@@ -254,7 +256,7 @@ def _parse_position(position: Position | str) -> Position:
 
 
 def _schema_with(df: DataFrame, function: str, *needed: str) -> StructType:
-    """The schema of `df`, which must have these metadata columns."""
+    """The schema of `df`, after checking that it has these metadata columns."""
     schema = df.schema
     missing = [name for name in needed if name not in schema.fieldNames()]
     if "_weight" in missing:
@@ -310,5 +312,5 @@ def _refuse_zset(schema: StructType, function: str, advice: str) -> None:
 
 
 def _column(name: str) -> Column:
-    """The column of that name, whatever characters are in it."""
+    """The column with that name, whatever characters the name contains."""
     return F.col("`" + name.replace("`", "``") + "`")

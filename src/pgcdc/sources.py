@@ -27,9 +27,9 @@ _ELSEWHERE = {"adapters", "transforms", "routes", "adapter_priority"}
 
 
 def postgres(url: str = "", **settings: Any) -> Config:
-    """A PostgreSQL database, and how it is captured: the settings of `pgcdc listen`, with underscores.
+    """A PostgreSQL database and how to capture it: the settings of `pgcdc listen`, with underscores.
 
-    Without `url` the variable PGCDC_DB says which. ConfigError: a setting is unknown, or does not fit.
+    Without `url`, the variable PGCDC_DB provides it. ConfigError: a setting is unknown, or not valid for this source.
     """
     for name in settings.keys() & _ELSEWHERE:
         raise ConfigError(f"{name} does not belong to a source", "Give it to the pipeline or to its adapters")
@@ -52,7 +52,7 @@ def describe(
     arrays: str = "array",
     composites: str = "struct",
 ) -> list[ColumnDescription]:
-    """The columns of a table, and what they become in Spark with these options (docs/types.md)."""
+    """The columns of a table, and their Spark types with these options (docs/types.md)."""
     from pgcdc.postgres.types.mapping import check_options
     from pgcdc.source.postgres.single_table import describe_table
     from pgcdc.spark.tables import spark_name

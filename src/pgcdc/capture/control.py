@@ -1,5 +1,8 @@
-"""The capture process's specification, its start, and the requests to it. `ensure_capture` starts the capture of a state
-directory or joins the running one; the lock file decides. `CaptureLink` does so again whenever the process has died."""
+"""Starting a capture process, and the requests it answers.
+
+`ensure_capture` starts the capture of a state directory or joins the running one; the lock file decides. `CaptureLink`
+does the same again whenever the process has died.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +42,12 @@ class CaptureOptions(Options):
 
 
 class CaptureSpec(CaptureOptions):
-    """Everything a capture process needs to know, on its standard input."""
+    """Everything a capture process needs to know. It arrives on its standard input."""
 
-    kind: str  # Of the source: its name (`source.protocol.find_source`)
+    kind: str  # The name of the source (`source.protocol.find_source`)
     source: dict[str, Any] = Field(repr=False)  # The options of the source; only the source reads them
-    watch_pid: int  # The driver; we end when it does
-    is_restart: bool = False  # The pipeline was running before: an unreachable server is waited for, not an error
+    watch_pid: int  # The driver's pid; the capture ends when the driver does
+    is_restart: bool = False  # The pipeline ran before: wait for an unreachable server instead of failing
 
 
 def make_spec(source: SourceOptions, options: CaptureOptions, watch_pid: int) -> CaptureSpec:
@@ -57,28 +60,31 @@ class CaptureRequests(abc.ABC):
 
     @abc.abstractmethod
     def request(self, content: dict[str, Any], timeout_s: float = 120.0) -> dict[str, Any]:
-        """Send one request and wait for its answer. Raises what the other process failed with."""
+        """Send one request and wait for its answer. Raises the error that the other process reports."""
 
     def join(
         self, consumer: str, *, exclusive: bool = False, start: Position | None = None
     ) -> tuple[Position, Position]:
-        """Register a consumer; returns where it begins and what it has acked, both durable. `exclusive`: no other connection
-        may read for it until this one closes. `start`: where a new one begins instead of with everything kept; GapError if
-        that is gone."""
+        """Register a consumer; returns the position where it starts and its last ack, both durable.
+
+        `exclusive`: no other connection may read for this consumer until this one closes. `start`: where a new consumer
+        starts; the default is everything still in the spool. GapError if `start` has been released.
+        """
         where = {"at": str(start)} if start is not None else {}
         reply = self.request({"do": "join", "consumer": consumer, "exclusive": exclusive, **where})
         return Position.parse(reply["initial"]), Position.parse(reply["ack"])
 
     def forget(self, consumer: str) -> None:
-        """Drop a consumer if it exists. Durable when this returns."""
+        """Drop a consumer if it exists. The change is durable on return."""
         self.request({"do": "forget", "consumer": consumer, "missing_ok": True})
 
     def ack(self, consumer: str, position: Position) -> None:
-        """The consumer made everything up to `position` durable."""
+        """Record that the consumer has made everything up to `position` durable."""
         self.request({"do": "ack", "consumer": consumer, "position": str(position)})
 
     def wait(self, timeout_s: float, until: Position | None = None) -> bool:
-        """Wait until the spool has grown since the last call. The capture reads up to `until` however full the spool is."""
+        """Wait until the spool has grown since the last call. The capture reads up to `until` even if the spool is
+        full."""
         request = {"do": "wait", "timeout_s": timeout_s} | ({"until": str(until)} if until else {})
         return bool(self.request(request, timeout_s + 120)["moved"])
 
@@ -87,7 +93,7 @@ class CaptureRequests(abc.ABC):
         return int(self.request({"do": "confirm"})["lsn"])
 
     def target(self) -> int:
-        """The server's current WAL flush LSN; the capture hurries to report progress up to there."""
+        """The server's current WAL flush LSN. Asking also makes the capture report its progress up to there sooner."""
         return int(self.request({"do": "target"})["lsn"])
 
     def settled(self) -> Settled:
@@ -97,12 +103,13 @@ class CaptureRequests(abc.ABC):
         return Settled(end, initial_end, reply["only"])
 
     def clock(self) -> tuple[Position, int] | None:
-        """A moment, and the position up to which everything committed before it has been read; requests the next reading."""
+        """A point in time, and the position up to which everything committed before it has been read. Also requests the
+        next reading."""
         reply = self.request({"do": "clock"})
         return (Position.end(reply["lsn"]), reply["time_us"]) if reply["time_us"] else None
 
     def status(self) -> dict[str, Any]:
-        """What `pgcdc status` shows."""
+        """The status that `pgcdc status` shows."""
         return self.request({"do": "status"})
 
     def stop(self) -> None:
@@ -116,7 +123,7 @@ class ControlClient(Channel, CaptureRequests):
 
 
 class CaptureLink(CaptureRequests):
-    """The capture of a state directory, whichever process that is: started again when it has died. Thread-safe."""
+    """The capture of a state directory, restarted when it dies. Thread-safe."""
 
     def __init__(
         self,
@@ -126,8 +133,8 @@ class CaptureLink(CaptureRequests):
         on_restart: Callable[[ControlClient], object] = lambda client: None,
         say: Callable[[str], None] | None = None,
     ) -> None:
-        """`on_restart` is the first request to a new process. `say` receives messages for people; the capture also pushes
-        its status (`last_status`)."""
+        """`on_restart` makes the first request to a new process. `say` receives messages for people; without it the
+        capture pushes none and no status (`last_status`)."""
         self._spec = spec
         self._on_restart = on_restart
         self._is_told = True
@@ -151,8 +158,8 @@ class CaptureLink(CaptureRequests):
                     self._restart()
 
     def last_status(self) -> dict[str, Any]:
-        """The capture's last status, at most a second old while it runs. Returns at once; thread-safe."""
-        if self._lock.acquire(blocking=False):  # else somebody is asking it, or starts it again
+        """The last status the capture pushed, at most a second old while it runs. Returns immediately; thread-safe."""
+        if self._lock.acquire(blocking=False):  # otherwise another thread is using it or restarting it
             try:
                 self._look()
             finally:
@@ -175,7 +182,7 @@ class CaptureLink(CaptureRequests):
             self._client.request({"do": "follow"})
 
     def stop(self) -> None:
-        """Ask the process to end, if there is one."""
+        """Ask the process to end, if one runs."""
         with contextlib.suppress(PgcdcError):
             self._client.stop()
 
@@ -184,7 +191,7 @@ class CaptureLink(CaptureRequests):
         self._client.close()
 
     def _restart(self) -> None:
-        """Start the capture again; raises if it keeps dying."""
+        """Start a new capture; raises if it keeps dying."""
         now = time.monotonic()
         self._restarts = [moment for moment in self._restarts if now - moment < RESTART_WINDOW_S] + [now]
         if len(self._restarts) > MAX_RESTARTS:
@@ -192,7 +199,7 @@ class CaptureLink(CaptureRequests):
                 f"the capture process ended {MAX_RESTARTS} times within {RESTART_WINDOW_S:.0f} s",
                 f"See {self._spec.state_dir / 'capture.log'}",
             )
-        self._look()  # it may have said why it ended
+        self._look()  # it may have reported why it ended
         self._client.close()
         self._client = ensure_capture(self._spec, is_restart=True)
         self._is_told = False
@@ -200,7 +207,7 @@ class CaptureLink(CaptureRequests):
 
 
 def ask(lock: Path, request: dict[str, Any]) -> dict[str, Any]:
-    """The answer of the process that holds a lock, or None."""
+    """Send a request to the process that holds a lock; returns its answer, or None if nobody holds it."""
     holder = Lock.holder(lock)
     if holder and "address" in holder:
         with contextlib.suppress(CaptureGone), contextlib.closing(Channel(holder["address"])) as channel:
@@ -209,10 +216,11 @@ def ask(lock: Path, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def forget_consumer(state: StateDir, name: str, timeout_s: float = 30.0) -> None:
-    """Forget a consumer, through the capture if one runs. A starting capture has read the consumers already: wait for it."""
+    """Forget a consumer, through the capture if one runs. Waits for a capture that is starting: it has already read the
+    consumers."""
 
     def forget() -> dict[str, Any]:
-        from pgcdc.spool.consumers import Consumers  # it imports Arrow, which readers of settings do not need
+        from pgcdc.spool.consumers import Consumers  # imports Arrow, which reading settings does not need
 
         Consumers(state.consumers_file).forget(name)
         return {}
@@ -223,7 +231,7 @@ def forget_consumer(state: StateDir, name: str, timeout_s: float = 30.0) -> None
 def ask_or_do(
     state: StateDir, request: dict[str, Any], do: Callable[[], dict[str, Any]], timeout_s: float = 30.0
 ) -> dict[str, Any]:
-    """Let the capture do it if one runs or starts; else `do` it here, while none can start."""
+    """Let the capture do it if one runs or is starting; otherwise call `do` here, while holding the lock."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         holder = Lock.holder(state.capture_lock)
@@ -242,7 +250,7 @@ def ask_or_do(
 
 
 def ensure_capture(spec: CaptureSpec, *, is_restart: bool) -> ControlClient:
-    """A connection to the capture of this state directory, started if none runs."""
+    """A connection to the capture of this state directory; starts one if none runs."""
     state = StateDir(spec.state_dir)
     deadline = time.monotonic() + START_TIMEOUT_S
     started = 0
@@ -250,7 +258,7 @@ def ensure_capture(spec: CaptureSpec, *, is_restart: bool) -> ControlClient:
         holder = Lock.holder(state.capture_lock)
         if holder is None:
             _raise_failure(state, started)
-            if not is_alive(spec.watch_pid):  # it would end at once, again and again
+            if not is_alive(spec.watch_pid):  # a new capture would end immediately, again and again
                 raise SourceError(f"the driver (process {spec.watch_pid}) is gone: nothing is captured for it any more")
             started = _start(spec.but(is_restart=is_restart), state)
         elif "address" in holder:
@@ -263,14 +271,14 @@ def ensure_capture(spec: CaptureSpec, *, is_restart: bool) -> ControlClient:
 
 
 def _raise_failure(state: StateDir, pid: int) -> None:
-    """Raise the last error of a process that failed right after its start: it would fail again."""
+    """Raise the error of a process that failed right after its start, since another one would fail the same way."""
     status: dict[str, Any] = read_json(state.capture_status) or {} if pid else {}
     if status.get("pid") == pid and status.get("phase") == "failed" and status.get("last_error"):
         raise PgcdcError.from_json(status["last_error"])
 
 
 def _start(spec: CaptureSpec, state: StateDir) -> int:
-    """Start a capture process and wait for its line on stdout. Returns its pid."""
+    """Start a capture process and wait for the line it prints on stdout. Returns its pid."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     with open_log(state.path / "capture.log") as log:
         process = subprocess.Popen(
@@ -297,4 +305,4 @@ def _start(spec: CaptureSpec, state: StateDir) -> int:
     return process.pid
 
 
-_REAP: list[subprocess.Popen[bytes]] = []  # Our child processes: kept, so that `poll` collects them when they end
+_REAP: list[subprocess.Popen[bytes]] = []  # Our child processes, kept so that `poll` can reap them

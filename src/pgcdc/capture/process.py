@@ -1,6 +1,8 @@
-"""The capture process: runs one source and fills one spool, in one thread and one loop with the control socket. Its
-specification comes on stdin (so that no secret is among the process arguments), it answers one line on stdout, and ends when
-the driver does."""
+"""The capture process: one source, one spool, and one thread whose loop also serves the control socket.
+
+It reads its specification from stdin, which keeps secrets out of the process arguments, answers with one line on
+stdout, and ends when the driver does.
+"""
 
 from __future__ import annotations
 
@@ -30,16 +32,16 @@ logger = logging.getLogger("pgcdc.capture")
 
 CONFIRM_INTERVAL_S = 1.0
 ROUNDS_PER_TURN = 16
-LINGER_S = 60.0  # How long a capture runs on after its last query: long enough to start the next one
+LINGER_S = 60.0  # How long a capture keeps running after its last query: long enough to start the next one
 
 
 class CaptureProcess:
-    """The loop. `run` returns when asked to stop, or raises what made it stop."""
+    """The loop. `run` returns when asked to stop, or raises the error that stopped it."""
 
     def __init__(self, spec: CaptureSpec, state: StateDir) -> None:
         self._spec = spec
         self._state = state
-        # The previous process's status would be wrong if this one is killed.
+        # If this process is killed, nobody must read the previous process's status.
         state.capture_status.unlink(missing_ok=True)
         self._consumers = Consumers(state.consumers_file)
         self._spool = SpoolWriter(state.spool, self._consumers.base, self._consumers.token)
@@ -63,11 +65,11 @@ class CaptureProcess:
         return self._server.address
 
     def stop(self, *_: int | FrameType | None) -> None:
-        """End the loop at the next turn (a signal handler)."""
+        """Stop the loop at its next iteration (a signal handler)."""
         self._stopping = True
 
     def run(self, announce: Any) -> None:
-        """Connect, announce that we run, and work until asked to stop."""
+        """Connect, announce the address, and work until asked to stop."""
         if not self._spec.is_restart:
             self._connect_first()
         announce()
@@ -97,12 +99,12 @@ class CaptureProcess:
         self._confirm()
 
     def close(self, error: PgcdcError | None = None) -> None:
-        """Close everything; leave the last status, with the reason, for others to read."""
+        """Close everything, and leave a last status with the reason for others to read."""
         if error is not None:
             self._phase, self._last_error = "failed", error.to_json()
         status = self._status()
         self._server.push({"status": status})
-        with contextlib.suppress(StateError):  # the disk may be full: that must not hide the reason
+        with contextlib.suppress(StateError):  # the disk may be full, and that must not hide the reason
             write_json(self._state.capture_status, status)
         self._server.close(error)
         self._stream.close()
@@ -112,7 +114,8 @@ class CaptureProcess:
     # --- the stream
 
     def _connect_first(self) -> None:
-        """The first connection: failures raise at once, except that our own dying connection is waited for."""
+        """The first connection: errors are raised immediately, except while a previous connection of ours is still
+        closing."""
         while not self._should_end():
             try:
                 self._connect()
@@ -135,7 +138,7 @@ class CaptureProcess:
             self._failed_attempts, self._lost_at, self._last_error = 0, None, None
 
     def _lose(self, error: ConnectionLost) -> None:
-        """Close at once and plan the next attempt."""
+        """Close the connection and schedule the next attempt."""
         if self._stream.is_connected:
             self._lost_at = time.time()
         self._stream.lose()
@@ -151,7 +154,7 @@ class CaptureProcess:
         logger.warning("%s; next attempt in %.1f s", error, delay_s)
 
     def _read_stream(self) -> bool:
-        """Move available changes into the spool; True if there may be more. At the spool's limit nothing is read."""
+        """Move available changes into the spool; True if there may be more. Reads nothing while the spool is full."""
         for _ in range(ROUNDS_PER_TURN):
             batch = self._stream.poll(may_read=not self._is_full(), drain=self._server.has_waiters)
             if batch is None:
@@ -162,12 +165,13 @@ class CaptureProcess:
         return True
 
     def _is_full(self) -> bool:
-        """At the limit; but a batch planned before a restart is read to its end, as nothing is released without it."""
+        """Whether the spool is at its limit. A batch that was planned before a restart is still read to its end:
+        nothing can be released before it completes."""
         end = self._spool.end
         return self._spool.bytes_held >= self._spec.spool_limit and end.is_end and end >= self._server.needed
 
     def _wait(self, timeout_s: float) -> None:
-        """Serve clients that speak or have waited long enough; `timeout_s` is for everything else that is due."""
+        """Answer clients with a request or an expired wait. `timeout_s` is the time until other work is due."""
         for key, _ in self._selector.select(min(timeout_s, self._server.due_s())):
             if key.data is not None:
                 key.data(key)
@@ -176,10 +180,10 @@ class CaptureProcess:
     # --- confirmation
 
     def _confirm(self) -> None:
-        """Confirm what every consumer has made durable, and release its segments."""
-        # An ack may be ahead of a spool that is being read again: the rest follows.
+        """Confirm to the source what every consumer has made durable, and release those segments."""
+        # While the spool is being read again, an ack may be ahead of it; the rest is confirmed later.
         commit = min(self._consumers.confirmable(self._spool.token_at), self._stream.reached)
-        # A source that resumes by token gives up nothing behind the last durable token.
+        # A source that resumes by token keeps everything after the last durable token.
         self._stream.confirm(self._consumers.token if self._spool.has_tokens else Token(commit, b""))
         base = min(self._consumers.base, Position.behind(commit))
         if base > self._released:
@@ -191,7 +195,7 @@ class CaptureProcess:
     # --- the queries
 
     def _answer(self, request: dict[str, Any]) -> dict[str, Any] | None:
-        """Answer one request; None if the answer comes later (the server keeps the waiters)."""
+        """Answer one request; None if the answer comes later (the server keeps track of waiters)."""
         match request["do"]:
             case "join":
                 start = Position.parse(request["at"]) if "at" in request else None
@@ -220,7 +224,7 @@ class CaptureProcess:
         return {}
 
     def _ask_target(self) -> int:
-        """The target of a run that delivers "everything up to now"."""
+        """Where a run that delivers "everything up to now" ends."""
         was_connected = self._stream.is_connected
         try:
             return self._stream.target()
@@ -233,7 +237,7 @@ class CaptureProcess:
         return self._stream.settled(self._spool.end if self._spool.end.is_end else None)
 
     def _read_clock(self) -> dict[str, Any]:
-        """The last reading that the stream has reached."""
+        """The last clock reading that the stream has reached."""
         commit = time_us = 0
         try:
             commit, time_us = self._stream.clock()
@@ -258,7 +262,8 @@ class CaptureProcess:
         }
 
     def _lag_seconds(self) -> float | None:
-        """Age of the oldest unconfirmed change. Without a connection, assume it was written when the connection ended."""
+        """Age of the oldest unconfirmed change. While disconnected, assumes one was written when the connection
+        ended."""
         if oldest_us := self._spool.oldest_commit_us:
             return max(0.0, time.time() - oldest_us / 1e6)
         if self._stream.is_connected:
@@ -281,7 +286,7 @@ def main() -> int:
     try:
         process = CaptureProcess(spec, state)
         signal.signal(signal.SIGTERM, process.stop)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it reaches the whole terminal; the driver says when to end
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches us too; the driver decides when to end
         lock.write({"pid": os.getpid(), "address": process.address})
         process.run(lambda: _say({"ready": True}))
         process.close()
@@ -294,7 +299,7 @@ def main() -> int:
     except Exception:
         logger.exception("this is a bug in pgcdc")
         if process is not None:
-            process.close()  # whoever needs the capture starts it again, a few times
+            process.close()  # clients that still need the capture restart it, a few times
         return 1
     finally:
         lock.release()
@@ -302,7 +307,7 @@ def main() -> int:
 
 
 def _say(content: dict[str, Any]) -> None:
-    """One line to whoever started us; they may have stopped reading."""
+    """Print one line for the process that started us; it may no longer be reading."""
     try:
         sys.stdout.write(json.dumps(content) + "\n")
         sys.stdout.flush()

@@ -1,8 +1,8 @@
-"""The control socket, both sides: how queries follow the spool, send their acks and ask for confirmation.
+"""Both sides of the control socket, through which queries follow the spool, send acks and ask for confirmation.
 
-Requests and answers are JSON, one per line, over a Unix socket in a folder that only its owner can enter. Two requests wait:
-`wait` until the spool has grown, and `confirm` until the acked position is confirmed to the source. Clients that `follow`
-also get pushes: the status once a second, and messages for people.
+Requests and answers are JSON, one per line, over a Unix socket in a folder that only its owner can enter. Two requests
+wait: `wait` until the spool has grown, and `confirm` until the acked position is confirmed to the source. Clients that
+`follow` also get pushes: the status once a second, and messages for people.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from pgcdc.core.position import Position
 
 
 def remove_socket(holder: dict[str, Any]) -> None:
-    """Remove the socket of a holder of the capture's lock that was killed."""
+    """Remove the socket that a killed holder of the capture's lock left behind."""
     if "address" in holder:
         shutil.rmtree(Path(holder["address"]).parent, ignore_errors=True)
 
 
-_PUSH = b'{"push":'  # How a line begins that answers no request
+_PUSH = b'{"push":'  # Lines that start with this are pushes, not answers
 
 
 @dataclass(slots=True)
 class _Client:
     socket: socket.socket
     buffer: bytes = b""
-    waits_until: float = math.inf  # Monotonic clock; infinite: it does not wait
+    waits_until: float = math.inf  # On the monotonic clock; infinite: not waiting
     wants_confirmation: bool = False
     follows: bool = False
     seen: int = field(default=0)
-    consumer: str | None = None  # The consumer that this client reads for, exclusively
+    consumer: str | None = None  # The consumer that this client exclusively reads for
 
 
 class ControlServer:
-    """Runs inside the capture's loop: every callback returns at once."""
+    """Runs inside the capture's loop, so no callback may block."""
 
     def __init__(
         self, selector: selectors.BaseSelector, answer: Callable[[dict[str, Any]], dict[str, Any] | None]
@@ -63,7 +63,7 @@ class ControlServer:
         self._version = 0
         self.confirm_requested = False
         self.needed = Position.at(0, 0)
-        """Somebody needs the spool to reach this before anything can be delivered and released."""
+        """Some client needs the spool to reach this position before anything can be delivered and released."""
         selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     @property
@@ -75,7 +75,7 @@ class ControlServer:
         return self.due_s() < math.inf
 
     def wake(self) -> None:
-        """The spool has grown: answer its waiters."""
+        """The spool has grown: answer the clients that wait for it."""
         self._version += 1
         self._end_waits(sys.float_info.max)
 
@@ -84,7 +84,7 @@ class ControlServer:
         return max(0.0, min((one.waits_until for one in self._clients.values()), default=math.inf) - time.monotonic())
 
     def expire(self) -> None:
-        """Answer waiters whose timeout has passed."""
+        """Answer the clients whose wait has timed out."""
         self._end_waits(time.monotonic())
 
     def _end_waits(self, until: float) -> None:
@@ -92,7 +92,7 @@ class ControlServer:
             self._end_wait(client)
 
     def confirmed(self, lsn: int) -> None:
-        """A status update with `lsn` was sent: answer those who asked for it."""
+        """A status update with `lsn` was sent: answer the clients that wait for it."""
         self.confirm_requested = False
         for client in list(self._clients.values()):
             if client.wants_confirmation:
@@ -170,7 +170,7 @@ class ControlServer:
                 self._send(client, reply)
 
     def _claim(self, client: _Client, consumer: str) -> None:
-        """One connection per consumer: two queries would acknowledge for each other."""
+        """Allow one connection per consumer: two queries would acknowledge for each other."""
         if any(other.consumer == consumer for other in self._clients.values() if other is not client):
             raise ConfigError(
                 f"consumer {consumer!r} is read by another query",
@@ -198,15 +198,15 @@ class ControlServer:
             client.socket.close()
 
 
-# --- the other side
+# --- the client's side
 
 
 class CaptureGone(ConnectionLost):
-    """The capture process ended; start or join it again."""
+    """The capture process ended; restart it or join a new one."""
 
 
 class Channel:
-    """One connection to a control socket: requests, answers, and pushes between them. Not thread-safe."""
+    """One connection to a control socket: requests, answers, and the pushes between them. Not thread-safe."""
 
     who = "the run"
 
@@ -218,15 +218,15 @@ class Channel:
             self._socket.close()
             raise CaptureGone(f"{self.who} does not answer") from error
         self._buffer = b""
-        self.pushed: dict[str, Any] = {}  # The status that the other side pushed last
-        self.said: list[str] = []  # Pushed messages for people, not passed on yet
+        self.pushed: dict[str, Any] = {}  # The latest pushed status
+        self.said: list[str] = []  # Pushed messages for people, not yet shown
 
     def request(self, content: dict[str, Any], timeout_s: float = 120.0) -> dict[str, Any]:
-        """Send one request and wait for its answer. Raises what the other process failed with."""
+        """Send one request and wait for its answer. Raises the error that the other process reports."""
         is_sent = False
         try:
             self._socket.settimeout(timeout_s)
-            with contextlib.suppress(BrokenPipeError):  # it has gone, but may have said why
+            with contextlib.suppress(BrokenPipeError):  # the other side may have ended, but sent the reason first
                 self._socket.sendall(json.dumps(content).encode() + b"\n")
                 is_sent = True
             while not (line := self._take_line()) and (data := self._socket.recv(65_536)):
@@ -241,12 +241,12 @@ class Channel:
         return reply
 
     def close(self) -> None:
-        """Close the connection; the other side goes on."""
+        """Close the connection; the other side keeps running."""
         self._socket.close()
 
     def take_pushed(self) -> None:
-        """Read what was pushed by now, without waiting."""
-        with contextlib.suppress(OSError):  # nothing more to read; or disconnected, which the next request finds out
+        """Read the pushes that have arrived, without waiting."""
+        with contextlib.suppress(OSError):  # no more data; or disconnected, which the next request will notice
             self._socket.settimeout(0)
             while data := self._socket.recv(65_536):
                 self._buffer += data
@@ -255,7 +255,7 @@ class Channel:
             self._note(line)
 
     def _take_line(self) -> bytes:
-        """The next complete answer; pushes before it are noted."""
+        """The next complete answer. Keeps the pushes that come before it."""
         while b"\n" in self._buffer:
             line, _, self._buffer = self._buffer.partition(b"\n")
             if not line.startswith(_PUSH):

@@ -1,6 +1,8 @@
-"""Adapters in the configuration, made from the registry: flat keys, entries of the list, and the specs of both. `adapters:
-[file]` with `file_path: events.jsonl` is the adapter `file` of the type `file`. A further one of a type is a mapping in the
-list, which stands for itself: `{name: audit, type: file, path: audit.jsonl}`."""
+"""Adapters in the configuration, generated from the registry: flat keys, list entries, and the specs of both.
+
+`adapters: [file]` with `file_path: events.jsonl` is the adapter `file` of the type `file`. A second adapter of that
+type is a mapping in the list and does not use the flat keys: `{name: audit, type: file, path: audit.jsonl}`.
+"""
 
 from __future__ import annotations
 
@@ -89,15 +91,15 @@ Patterns = Annotated[
     Field(min_length=1),
     BeforeValidator(split_names),
     text_or_list(),
-]  # Patterns of channels; one without a colon means a table
+]  # Patterns of channels; a pattern without a colon means a table
 Routes = Annotated[dict[str, Patterns], BeforeValidator(parse_routes)]
 Priorities = Annotated[dict[str, Priority], BeforeValidator(parse_priorities)]
 
-# --- the models, made from the options of every type
+# --- the models, generated from the options of every type
 
 
 class Entry(Options):
-    """One adapter as a mapping: what all types have."""
+    """One adapter as a mapping: the keys that all types share."""
 
     type: str = Field(description="the type of the adapter")
     name: Annotated[str, Field(pattern=ADAPTER_NAME)] = Field(
@@ -109,13 +111,13 @@ class Entry(Options):
 
 
 def _type_of(field: FieldInfo) -> Any:
-    """The type of a field with its limits. A path stays as written: a final slash may have a meaning."""
+    """The type of a field with its limits. Paths stay as written: a trailing slash can matter."""
     plain: Any = str | Path if field.annotation is Path else field.annotation
     return Annotated[(plain, *field.metadata)] if field.metadata else plain
 
 
 def shown_default(field: FieldInfo) -> str:
-    """` (default: 30s)` for the help; empty if the default is missing, empty or off."""
+    """` (default: 30s)` for the help; empty if there is no default or it is empty or off."""
     unit, value = unit_of(field), field.default
     if field.is_required() or value is None or value is False or value in ("", (), {}):
         return ""
@@ -125,7 +127,7 @@ def shown_default(field: FieldInfo) -> str:
 
 
 def _make_models() -> tuple[dict[str, type[Entry]], type[Options], dict[str, tuple[str, str]]]:
-    """For every type the model of its mapping; the model of all flat keys; and each flat key's type and option."""
+    """The model of each type's mapping; the model of all flat keys; and the type and option of each flat key."""
     entries: dict[str, type[Entry]] = {}
     flat: dict[str, Any] = {}
     keys: dict[str, tuple[str, str]] = {}
@@ -153,14 +155,14 @@ def _make_models() -> tuple[dict[str, type[Entry]], type[Options], dict[str, tup
 
 ENTRY_ALIASES = {
     alias: name for name, info in DeliveryOptions.model_fields.items() for alias in setting_of(name, info).aliases
-}  # The manual's names of a mapping's keys
+}  # The manual's names for keys of a mapping
 ALIASES = {f"{kind}_{alias}": f"{kind}_{name}" for kind in ADAPTERS for alias, name in ENTRY_ALIASES.items()}
-"""The same for flat keys and variables; flags have them anyway."""
+"""The same for flat keys and variables. Flags have their aliases already."""
 ENTRIES, _FLAT, FLAT_KEYS = _make_models()
 
 
 def rename_key(path: KeyPath, name: str) -> str:
-    """Our name of a key that the file has below `path`."""
+    """Our name for a key that appears in the file below `path`."""
     if not path:
         name = name.replace("-", "_")
         return ALIASES.get(name, name)
@@ -172,7 +174,7 @@ def _known_type(name: str) -> str:
 
 
 def kind_of(item: Any) -> str | None:
-    """The type of an item of `adapters`, raw or a model: a mapping without a type may have it as its name."""
+    """The type of an item of `adapters`, raw or a model. If a mapping has no type, its name may be the type."""
     if isinstance(item, str):
         return item
     if isinstance(item, Entry):
@@ -201,12 +203,12 @@ else:
 
 
 def adapter_specs(config: Config) -> tuple[AdapterSpec, ...]:
-    """Every adapter with its options and delivery. Conflict: an option is missing or invalid."""
+    """Every adapter with its options and delivery settings. Conflict: an option is missing or invalid."""
     return tuple(_spec(config, number, item) for number, item in enumerate(config.adapters))
 
 
 def option_path(config: Config, number: int, name: str) -> KeyPath:
-    """The path of an option of the adapter with this number in the list."""
+    """The path of an option of the adapter at this index of the list."""
     item = config.adapters[number]
     return (f"{item}_{name}",) if isinstance(item, str) else ("adapters", number, name)
 
@@ -217,7 +219,7 @@ def _spec(config: Config, number: int, item: AdapterItem) -> AdapterSpec:
     routes, priority = config.routes.get(name), config.adapter_priority.get(name)
     if isinstance(item, Entry):
         own, routes, priority = own or item.transforms, routes or item.routes, priority or item.priority
-    # the flags' envelope comes last, since nothing can follow it
+    # an envelope from the flags comes last, since nothing can follow it
     forms = ((config.debezium_envelope, DebeziumSpec), (config.cloudevents_envelope, CloudEventsSpec))
     spec = AdapterSpec(
         name=name,
@@ -232,14 +234,14 @@ def _spec(config: Config, number: int, item: AdapterItem) -> AdapterSpec:
 
 
 def _given(config: Config, item: AdapterItem, model: type[BaseModel]) -> dict[str, Any]:
-    """An adapter's given values, as far as this model has them."""
+    """The values set for an adapter that this model has fields for."""
     owner, prefix = (config, f"{item}_") if isinstance(item, str) else (item, "")
     found = {field: getattr(owner, prefix + field) for field in model.model_fields}
     return {field: value for field, value in found.items() if value is not None}
 
 
 def _options(config: Config, number: int, name: str, kind: type[SinkOptions]) -> SinkOptions:
-    """The options of one adapter. Conflict: one is missing, or they contradict each other."""
+    """The options of one adapter. Conflict: an option is missing, or options contradict each other."""
     item = config.adapters[number]
     try:
         return kind.model_validate(_given(config, item, kind))

@@ -1,4 +1,4 @@
-"""Made from the model for people and editors: the effective settings, the file of `config init`, the JSON schema."""
+"""Documents generated from the model: the effective settings, the file of `config init`, and the JSON schema."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from pgcdc.core.settings import setting_of, unit_of
 from pgcdc.postgres.database import redact
 from pgcdc.sink.spec import DeliveryOptions
 
-# --- the effective settings, without secrets, and where each was set
+# --- the effective settings without secrets, and where each was set
 
 
 def effective(loaded: Loaded) -> dict[str, tuple[Any, str]]:
-    """Each set value, as JSON, and its origin. In the order of the groups."""
+    """Every setting that has a value, as JSON, with its origin. Ordered by group."""
     found = {}
     for name, _, _ in sorted(FIELDS, key=lambda one: GROUPS.index(one[2].group)):
         value, origin = _value(loaded, name)
@@ -41,14 +41,14 @@ def _value(loaded: Loaded, name: str) -> tuple[Any, str]:
     if name == "toast" and config.toast_cache:
         return "cache", loaded.origin("toast_cache")
     value = raw
-    if "${" not in str(raw):  # what a variable holds may be a secret
+    if "${" not in str(raw):  # the value of a variable may be a secret
         as_json: TypeAdapter[Any] = TypeAdapter(Any)
         value = as_json.dump_python(getattr(config, name), mode="json", by_alias=True, exclude_unset=True)
     return hide_secrets(name, value), origin
 
 
 def show_yaml(loaded: Loaded) -> str:
-    """The same as readable YAML, with the origin of each value behind it."""
+    """The effective settings as YAML, each with its origin in a comment."""
     lines: list[str] = []
     group = ""
     for name, (value, origin) in effective(loaded).items():
@@ -56,7 +56,7 @@ def show_yaml(loaded: Loaded) -> str:
         if now != group:
             group = now
             lines += ["", f"# {group}"] if lines else [f"# {group}"]
-        style = None if isinstance(value, (list, dict)) else False  # nested ones in one line, if they are simple
+        style = None if isinstance(value, (list, dict)) else False  # simple nested values fit on one line
         text = yaml.safe_dump({name: value}, sort_keys=False, default_flow_style=style, allow_unicode=True, width=1000)
         first, *more = text.rstrip("\n").split("\n")
         lines += [f"# {origin}", first, *more] if more else [f"{first:<40}  # {origin}"]
@@ -95,7 +95,7 @@ _TRANSFORMS = """\
 
 
 def make_template() -> str:
-    """The file's text: every setting with its description. Unchanged, it only says where events go."""
+    """The text of the file: every setting with its description. Used unchanged, it only chooses where events go."""
     parts = [_HEAD]
     for group in GROUPS:
         parts.append(f"\n\n## --- {group}\n")
@@ -126,7 +126,7 @@ def _write(field: FieldInfo) -> str:
 
 
 def write_template(path: Path) -> None:
-    """Write it to a new file. ConfigError if it exists or cannot be created."""
+    """Write the template to a new file. ConfigError if the file exists or cannot be created."""
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(make_template())
@@ -136,13 +136,13 @@ def write_template(path: Path) -> None:
         raise ConfigError(f"{path} cannot be written: {error.strerror}", "Choose another place with --config") from None
 
 
-# --- the JSON schema, in which `${NAME}` may stand for any value
+# --- the JSON schema, which accepts `${NAME}` for any value
 
 _VARIABLE = {"type": "string", "pattern": r"\$\{"}
 
 
 def json_schema() -> dict[str, Any]:
-    """Draft 2020-12."""
+    """The schema of `pgcdc.yaml`, draft 2020-12."""
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         **_clean(Config.model_json_schema(by_alias=True)),
@@ -163,7 +163,7 @@ def _clean(node: Any) -> Any:
 
 
 def _open(field: dict[str, Any]) -> dict[str, Any]:
-    """The same field, or a text with a variable in it."""
+    """The same field, which also accepts a text with a variable."""
     if isinstance(field.get("anyOf"), list):
         takes_text = any(one.get("type") == "string" and not {"enum", "pattern"} & set(one) for one in field["anyOf"])
         return field if takes_text else {**field, "anyOf": [*field["anyOf"], _VARIABLE]}

@@ -1,4 +1,4 @@
-"""pydantic's errors as one line each: place, key, reason, value, and what to do instead."""
+"""Turns pydantic's errors into one line each: place, key, reason, value, and advice."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def explain(
     raw: Callable[[KeyPath], Any],
     known: Collection[KeyPath] = (),
 ) -> Iterator[ConfigError]:
-    """Every error, one per place. Misspelt keys come first: they are why another key is missing. `known` places have an
-    error already."""
+    """Every error, one per place. Misspelt keys come first: they are often why another key is missing. Skips `known`
+    places, which already have an error."""
     found = sorted(error.errors(include_url=False), key=lambda one: one["type"] != "extra_forbidden")
     misspelt = {_path(one["loc"], raw)[:-1] for one in found if one["type"] == "extra_forbidden"}
     seen: set[KeyPath] = set(known)
@@ -42,7 +42,7 @@ def explain(
 
 
 def _explain(error: Any, path: KeyPath, value: Any) -> tuple[KeyPath, str, str]:
-    """The key, its problem, and what to do."""
+    """The key, its problem, and the advice."""
     kind, context, loc = error["type"], error.get("ctx", {}), error["loc"]
     if kind == "extra_forbidden":
         name = str(loc[-1])
@@ -67,7 +67,7 @@ def _explain(error: Any, path: KeyPath, value: Any) -> tuple[KeyPath, str, str]:
         is_planned = path == ("detector",) and str(value).replace("-", "_") in _DETECTORS
         return path, context["message"], f"This detector is not built yet. {advice}" if is_planned else advice
     reason = str(error["msg"]).removeprefix("Value error, ")
-    if kind == "value_error" and "; " in reason:  # what is wrong; what to do
+    if kind == "value_error" and "; " in reason:  # the problem; the advice
         reason, _, advice = reason.partition("; ")
         return path, reason, advice[:1].upper() + advice[1:]
     if kind == "literal_error" and isinstance(value, str):
@@ -76,7 +76,7 @@ def _explain(error: Any, path: KeyPath, value: Any) -> tuple[KeyPath, str, str]:
 
 
 def _path(loc: tuple[str | int, ...], raw: Callable[[KeyPath], Any]) -> KeyPath:
-    """The path in the file: pydantic's without the union members' names that it adds."""
+    """The path in the file: pydantic's path without the names of union members."""
     path: KeyPath = loc[:1]
     for number, part in enumerate(loc[1:], 1):
         is_last = number == len(loc) - 1
@@ -89,7 +89,7 @@ def _path(loc: tuple[str | int, ...], raw: Callable[[KeyPath], Any]) -> KeyPath:
     return path
 
 
-# --- names that the manual has and we do not: our replacement, or that it is not built yet
+# --- names from the manual that pgcdc does not have: our replacement, or a note that it is not built yet
 
 _STATE = "Leave it out: progress stands in the state directory (state_dir), not in a database"
 _NO_METRICS = "Metrics are not served yet. Numbers of a run: pgcdc status --json"
@@ -108,7 +108,7 @@ NAMES = {
     "checkpoint_path": "Use state_dir: it has checkpoints, spool and acks",
     "password": "Use password_file, or ${NAME} inside of db: a password does not stand in this file",
 }
-"""Settings of the manual, with underscores, and others that people try."""
+"""Settings of the manual, with underscores, and other names that people try."""
 
 _PREFIXES = {
     "bp_": "Use spool_limit: the capture stops reading when this much is undelivered",
@@ -132,7 +132,7 @@ _DETECTORS = ("listen_notify", "outbox", "mysql", "mongodb")
 
 
 def advise(name: str) -> str:
-    """What to do instead of a setting with this name; empty: the manual does not have it."""
+    """What to use instead of a setting with this name; empty if the manual has no such setting."""
     name = name.replace("-", "_")
     missing = {prefix: text for prefix, text in _PREFIXES.items() if prefix.removesuffix("_") not in ADAPTERS}
     return NAMES.get(name) or next((text for prefix, text in missing.items() if name.startswith(prefix)), "")

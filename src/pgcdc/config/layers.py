@@ -1,6 +1,7 @@
-"""Flags, then `PGCDC_*` variables, then `pgcdc.yaml`, then defaults: merged and checked, with the origin of each value.
+"""Merges flags, `PGCDC_*` variables, `pgcdc.yaml` and defaults, in this order, and checks every value.
 
-Everything is checked here, before anything starts; an error names the place (flag, variable, or file with line) and the key.
+All checks run before anything starts. An error names the key and the place of the value: flag, variable, or file with
+line.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ _ALTERNATIVES = (
     ("snapshot_mode", "snapshot_first"),
     ("toast", "toast_cache"),
 )
-"""Two settings with one meaning: the higher layer's wins."""
+"""Pairs of settings with the same meaning: the one from the higher layer wins."""
 _MERGED: dict[str, Callable[[Any], Any]] = {"routes": parse_routes, "adapter_priority": parse_priorities}
-"""Settings by adapter name: a flag for one adapter leaves the file's others alone."""
+"""Settings by adapter name: a flag for one adapter keeps the file's values for the others."""
 
 
 @dataclass
@@ -48,12 +49,12 @@ class Loaded:
     config: Config = field(default_factory=Config)
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[KeyPath, str] = field(default_factory=dict)
-    """`--slot-name`, `PGCDC_SLOT_NAME`, or `` for the file; a missing key has its default."""
+    """`--slot-name`, `PGCDC_SLOT_NAME`, or `` for the file. A missing key has its default."""
     file: YamlFile | None = None
     secrets: set[str] = field(default_factory=set)
 
     def origin(self, key: str) -> str:
-        """Where it was set, for people."""
+        """Where the value was set, for people."""
         said = dict.fromkeys(text for path, text in self.origins.items() if path[0] == key)
         return ", ".join(text or self.place((key,)).rpartition(":")[0] for text in said) or "default"
 
@@ -61,7 +62,7 @@ class Loaded:
         return self.origins.get(path[:2], self.origins.get(path[:1]))
 
     def place(self, path: KeyPath) -> str:
-        """A value's place and key: the beginning of an error."""
+        """The place and key of a value, for the start of an error message."""
         said = self._said(path)
         if said == "" and self.file is not None:
             return self.file.place(path)
@@ -74,11 +75,11 @@ class Loaded:
         return value_at(self.file.raw if self._said(path) == "" and self.file is not None else self.values, path)
 
     def check(self) -> None:
-        """Raise ConfigError, with its place, for settings that contradict each other."""
+        """Raise ConfigError, with its place, if settings contradict each other."""
         found = []
         for error in self.config.conflicts():
             where = f"{self.place(error.path)}: " if error.path[:1] in self.origins else ""
-            if where and error.message.startswith(where.replace(": ", " ", 1)):  # a flag, which it begins with
+            if where and error.message.startswith(where.replace(": ", " ", 1)):  # it already starts with the flag
                 where = ""
             found.append(self.safe(ConfigError(where + error.message, error.advice)))
         if found:
@@ -89,14 +90,15 @@ class Loaded:
 
 
 def load_config(flags: Mapping[str, Any], environ: Mapping[str, str], path: Path | None) -> Config:
-    """Merge the layers and check every value. `flags` holds only given flags; `path` None means pgcdc.yaml, if it exists."""
+    """Merge the layers and check every value. `flags` holds only the flags that were given; `path` None means
+    pgcdc.yaml, if it exists."""
     loaded = load(flags, environ, path)
     loaded.check()
     return loaded.config
 
 
 def load(flags: Mapping[str, Any], environ: Mapping[str, str], path: Path | None) -> Loaded:
-    """The same with the origin of each value; contradictions are not checked yet."""
+    """The merged configuration with the origin of each value. Does not check for contradictions yet."""
     loaded = Loaded()
     file = path or (Path(DEFAULT_FILE) if Path(DEFAULT_FILE).exists() else None)
     if file is not None:
@@ -123,8 +125,8 @@ def load(flags: Mapping[str, Any], environ: Mapping[str, str], path: Path | None
 
 
 def _read_variables(environ: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str], list[PgcdcError]]:
-    """Our variables by key: values and names. Others may begin with PGCDC_ too (a cluster makes some); a near miss of ours
-    is refused as a typo."""
+    """Our variables by key: values and names. Other variables may also start with PGCDC_ (a cluster makes some), but
+    one that nearly matches ours is refused as a typo."""
     known = {PREFIX + key.upper(): key for key, _, said in FIELDS if said.flag}
     known |= {PREFIX + alias.upper(): key for alias, key in ALIASES.items()}
     ours: dict[str, str] = {}
@@ -157,7 +159,7 @@ def _add(loaded: Loaded, values: Mapping[str, Any], origins: Mapping[str, str]) 
 
 
 def _merge(loaded: Loaded, key: str, value: Any, origin: str) -> dict[str, Any] | None:
-    """Both layers, name by name; None if one is invalid, which is reported later."""
+    """Both layers merged by name; None if one is invalid, which is reported later."""
     try:
         below, above = (_MERGED[key](one) for one in (loaded.values.get(key), value))
     except PydanticCustomError:
@@ -169,19 +171,19 @@ def _merge(loaded: Loaded, key: str, value: Any, origin: str) -> dict[str, Any] 
     return {**below, **above}
 
 
-# --- secrets: `setting(..., secret=True)` holds one, or may (a URL). They are never shown. With `literal=False` the file
-# must have it as `${NAME}`, not in plain text
+# --- secrets. `setting(..., secret=True)` holds a secret, or may (a URL), and is never shown. With `literal=False` the
+# file must use `${NAME}` instead of plain text
 
 
 def _secret(model: type[BaseModel], name: object) -> Setting | None:
-    """The setting of that name, if it holds a secret."""
+    """The setting with that name if it holds a secret, else None."""
     known = model.model_fields.get(name) if isinstance(name, str) else None
     found = setting_of(str(name), known) if known is not None else None
     return found if found is not None and found.secret else None
 
 
 def _given(values: Mapping[str, Any]) -> Iterator[tuple[KeyPath, Setting, Any]]:
-    """Every given secret: its path, setting and value."""
+    """Every secret that was set: its path, setting and value."""
     owners: list[tuple[KeyPath, type[BaseModel], Mapping[Any, Any]]] = [((), Config, values)]
     items = values.get("adapters")
     for number, item in enumerate(items if isinstance(items, (list, tuple)) else ()):
@@ -204,13 +206,14 @@ def find_secrets(values: Mapping[str, Any]) -> set[str]:
 
 
 def check_literals(raw: Mapping[str, Any]) -> None:
-    """Raise Conflict for a secret in the file itself. `raw` is the file's content, with its `${NAME}`."""
+    """Raise Conflict if the file contains a secret in plain text. `raw` is the file's content before `${NAME}` is
+    replaced."""
     for path, said, given in _given(raw):
         if said.literal:
             continue
         value = given
         if isinstance(given, str) and str(path[-1]).endswith("headers"):
-            with contextlib.suppress(ValueError):  # which is told later
+            with contextlib.suppress(ValueError):  # reported later
                 value = parse_headers(given)
         is_header = isinstance(value, Mapping)
         texts = [text for name, text in value.items() if is_secret_header(str(name))] if is_header else [value]
@@ -220,14 +223,15 @@ def check_literals(raw: Mapping[str, Any]) -> None:
 
 
 def _has_literal(text: str, *, is_header: bool) -> bool:
-    """Whether part of the secret is plain text. A header may name its scheme: `Bearer ${TOKEN}`, `id=${ID}; key=${KEY}`."""
+    """Whether part of the secret is plain text. A header may name its scheme: `Bearer ${TOKEN}`, `id=${ID};
+    key=${KEY}`."""
     if is_header and "${" in text:
         text = _BEFORE_VARIABLE.sub("", text)
     return bool(literal_part(text).strip(" ;,\"'"))
 
 
 def hide_secrets(name: str, value: Any) -> Any:
-    """A setting's value without its secrets, as JSON."""
+    """The value of a setting as JSON, without its secrets."""
     if name == "adapters" and isinstance(value, list):
         return [_hide(ENTRIES[str(kind_of(item))], item) if isinstance(item, dict) else item for item in value]
     return _hide(Config, {name: value})[name]
@@ -249,7 +253,7 @@ def _redact(value: Any) -> Any:
 
 
 def take_urls(loaded: Loaded) -> Iterator[Conflict]:
-    """Read the database URLs, also from files. Their passwords are hidden, and may not be in a shared file."""
+    """Read the database URLs, also from files. Their passwords are hidden, and must not appear in a shared file."""
     given = [path for path, said, _ in _given(loaded.values) if said.cascade == "db"]
     for path in (("db",), ("dlq_db",), *given):
         yield from conflicts_of(path, partial(_take_url, loaded, path))
@@ -262,7 +266,7 @@ def _take_url(loaded: Loaded, path: KeyPath) -> None:
     if file and values.get(key):
         raise Conflict(where, f"{key} and {key}_file are given", "Leave one of them out")
     if isinstance(file, (str, Path)) and file:
-        if "://" in str(file):  # it must not be shown as the name of a missing file
+        if "://" in str(file):  # a URL here by mistake must not be shown as a missing file
             advice = "Give the file that holds the URL; the URL itself is `db`"
             raise Conflict(where, "this is not the path of a file", advice)
         values[key] = at(where, partial(read_secret, Path(file), "the database URL")).strip()
@@ -285,12 +289,12 @@ def _take_url(loaded: Loaded, path: KeyPath) -> None:
 
 
 def _check_no_literal(loaded: Loaded, path: KeyPath) -> None:
-    """A password may come from the environment or its own file, but not from a file that people share."""
+    """A password may come from the environment or its own file, but not from a shared file."""
     raw = loaded.raw(path) if loaded.file is not None and loaded.origins.get(path[:1]) == "" else None
     try:
         params = parse_url(literal_part(raw)) if isinstance(raw, str) else {}
     except PgcdcError:
-        return  # it is made of variables
+        return  # it consists of variables
     if any("password" in key and value for key, value in params.items()):
         other = "password_file, or put the whole URL into PGCDC_DB" if path == ("db",) else f"{path[-1]}_file"
         advice = f"Write ${{NAME}} for it and set that variable, or use {other}"

@@ -1,5 +1,8 @@
-"""The one model of a pipeline's configuration: flags, `PGCDC_*` variables, `pgcdc.yaml` and Python all become this. Flags
-with their help, the file of `pgcdc config init` and the JSON schema are made from it: a setting is written once, here."""
+"""The model of a pipeline's configuration, the same for flags, `PGCDC_*` variables, `pgcdc.yaml` and Python.
+
+The flags and their help, the file of `pgcdc config init` and the JSON schema are generated from it, so each setting is
+defined only here.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ from pgcdc.transform.specs import CloudEventsSpec, DebeziumSpec, DropColumnsSpec
 DATABASE, ADAPTERS, DEAD, TRANSFORMS = "Database", "Adapters", "Dead letters", "Transforms"
 EVENTS, TYPED, RUNNING = "Events", "Typed rows", "Running"
 GROUPS = (DATABASE, TABLES, ADAPTERS, DEAD, TRANSFORMS, SNAPSHOTS, EVENTS, TYPED, RATE, RUNNING)
-"""In the order in which they are shown."""
+"""In display order."""
 
 
 _OPERATIONS = [op.name for op in Op]
@@ -83,7 +86,7 @@ class Config(PipelineSettings, AdapterKeys):
         example="/run/secrets/pgcdc_password",
     )  # fmt: skip
 
-    # --- where events go
+    # --- adapters: where events go
 
     adapters: tuple[AdapterItem, ...] = setting(
         ("stdout",), f"Where events go: {', '.join(TYPES)}. Repeatable.", ADAPTERS, flag="adapter", metavar="NAME",
@@ -101,13 +104,13 @@ class Config(PipelineSettings, AdapterKeys):
         None, "Accepted; PostgreSQL hears of an event when every adapter has it.", ADAPTERS, example="true"
     )
 
-    # --- what becomes of events that a target refuses
+    # --- dead letters: events that a target refuses
 
     dlq_db_file: Path | None = setting(
         None, "The file that holds the URL of that database.", DEAD, metavar="PATH", example="/run/secrets/pgcdc_dlq_db"
     )
 
-    # --- what is done to them
+    # --- transforms
 
     drop_columns: Names = setting(
         (), "Leave these columns out of every event: a,b.", TRANSFORMS, metavar="A,B", example="[password]"
@@ -127,18 +130,18 @@ class Config(PipelineSettings, AdapterKeys):
         return tuple(item.strip() for item in value.split(",") if item.strip()) if isinstance(value, str) else value
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Contradictions: all of the source's, and the first of every other rule."""
+        """Contradictions: all of the source's, and the first one of every other rule."""
         found = list(self.source.conflicts())
         found += [conflict for rule in _RULES for conflict in conflicts_of((), partial(rule, self))]
-        found.sort(key=lambda one: not one.path)  # what is missing comes last
+        found.sort(key=lambda one: not one.path)  # missing settings come last
         yield from {(one.path, one.message): one for one in found}.values()
 
     def check(self) -> None:
-        """Raise ConfigError for all contradictions."""
+        """Raise ConfigError with all contradictions."""
         if found := list(self.conflicts()):
             raise ConfigErrors.of(found)
 
-    # --- for the pipeline
+    # --- what the pipeline reads
 
     @property
     def adapter_specs(self) -> tuple[AdapterSpec, ...]:
@@ -151,7 +154,7 @@ class Config(PipelineSettings, AdapterKeys):
 
     @property
     def global_transforms(self) -> tuple[Any, ...]:
-        """The first transforms of every event: those of the flags, then the global ones of the file."""
+        """The transforms applied first to every event: those of the flags, then the global ones of the file."""
         drop = (DropColumnsSpec.model_validate({"columns": self.drop_columns}),) if self.drop_columns else ()
         keep = (FilterSpec.model_validate({"operations": self.filter_operations}),) if self.filter_operations else ()
         return (*drop, *keep, *self.transforms.global_)
@@ -161,16 +164,16 @@ FIELDS = [(name, field, setting_of(name, field)) for name, field in Config.model
 """Every setting: name, field, and metadata for the command line and documents."""
 
 
-# --- contradictions: each rule raises Conflict with its key, and advice
+# --- contradictions: each rule raises Conflict with its key and advice
 
-RESERVED = "main"  # The lane that adapters share: an adapter's own lane has the adapter's name
+RESERVED = "main"  # The lane that adapters share. A lane for one adapter has the adapter's name
 
 
 _T = TypeVar("_T")
 
 
 def at(path: KeyPath, check: Callable[[], _T]) -> _T:
-    """The result of another module's check; its error is about this key."""
+    """Run another module's check; its error is reported for this key."""
     try:
         return check()
     except PgcdcError as error:
@@ -178,7 +181,7 @@ def at(path: KeyPath, check: Callable[[], _T]) -> _T:
 
 
 def _needs(config: Config) -> Iterator[tuple[str, str, bool]]:
-    """Settings that need another one: the key, the other, and whether that is given."""
+    """Settings that require another one: the key, the required key, and whether that is set."""
     yield "bus_buffer", "--bus-mode fast", config.bus_mode == "fast"
     yield "dlq_file", "--dlq file", config.dlq == "file"
     for key in ("dlq_db", "dlq_db_file", "dlq_table"):
@@ -197,7 +200,7 @@ def _check_needs(config: Config) -> None:
 
 
 def _check_trial(config: Config) -> None:
-    """The manual's flags for what pgcdc always does: they may be true, but not false."""
+    """Flags of the manual for things pgcdc always does: they may be true, but not false."""
     if config.cooperative_checkpoint is False:
         raise Conflict(
             ("cooperative_checkpoint",),
@@ -255,7 +258,7 @@ def _check_dead_letters(config: Config) -> None:
 
 
 def _check_names(config: Config) -> None:
-    """A setting by adapter name needs that adapter, and may be given once."""
+    """A setting by adapter name needs that adapter, and may be given only once."""
     own: dict[KeyPath, Iterable[str]] = {
         ("routes",): config.routes,
         ("adapter_priority",): config.adapter_priority,
@@ -293,7 +296,7 @@ def _check_transforms(config: Config) -> None:
 
 
 def _check_chain(config: Config, adapter: AdapterSpec, chain: Sequence[Any]) -> None:
-    """An envelope is the whole text of an event: no columns follow it."""
+    """An envelope turns an event into text, so no transform of columns can follow it."""
     numbers = [number for number, one in enumerate(chain) if isinstance(one, (DebeziumSpec, CloudEventsSpec))]
     if not numbers:
         return
@@ -318,7 +321,7 @@ def _check_chain(config: Config, adapter: AdapterSpec, chain: Sequence[Any]) -> 
 
 
 def _check_transform(path: KeyPath, spec: Any) -> None:
-    """A transform's model cannot tell whether the key of a hash is readable."""
+    """Check whether the key file of a hash is readable, which the transform's model cannot tell."""
     if not isinstance(spec, MaskSpec) or spec.mode != "hash":
         return
     if not spec.key_env and not spec.key_file:

@@ -1,5 +1,7 @@
-"""`pgcdc.yaml`, with the line of every key and list item, and variables replaced. It walks the tree of nodes itself:
-PyYAML's constructor forgets lines, and takes the last of two equal keys."""
+"""Reads `pgcdc.yaml`, keeping the line of every key and list item, and replaces variables.
+
+It walks the node tree because PyYAML's constructor drops line numbers, and keeps the last of two equal keys.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from pgcdc.core.errors import ConfigError
 from pgcdc.core.secrets import expand
 from pgcdc.core.settings import KeyPath
 
-MAX_NODES = 20_000  # Aliases can make a small file endless
+MAX_NODES = 20_000  # With aliases, a small file can expand without limit
 _STRING, _MERGE = "tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"
 _UNUSABLE = {
     "\0": ("there is a NUL character in the text", "Take it away"),  # no path, name or text of PostgreSQL can have one
@@ -23,7 +25,7 @@ _UNUSABLE = {
 
 
 def name_key(path: KeyPath) -> str:
-    """The path of a value, as people write it: `adapters[1].path`."""
+    """The path of a value in readable form: `adapters[1].path`."""
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
@@ -41,12 +43,12 @@ def value_at(values: Any, path: KeyPath) -> Any:
 
 
 class YamlFile:
-    """The content of a file. ConfigError with file and line for what cannot be read. `rename(path, key)` gives our name of a
-    key below `path`."""
+    """The content of a file. Raises ConfigError with file and line for anything it cannot read. `rename(path, key)`
+    returns our name for a key below `path`."""
 
     def __init__(self, path: Path, environ: Mapping[str, str], rename: Callable[[KeyPath, str], str]) -> None:
         self.path = path
-        self.secrets: set[str] = set()  # Values of variables that were put in
+        self.secrets: set[str] = set()  # Values of the variables that were replaced
         self._environ = environ
         self._rename = rename
         self._lines: dict[KeyPath, int] = {}
@@ -77,7 +79,7 @@ class YamlFile:
             mark = getattr(error, "problem_mark", None)
             where = f"{self.path}, line {mark.line + 1}" if mark else str(self.path)
             problem = getattr(error, "problem", None) or "not valid YAML"
-            problem = re.sub(r"'[^']{2,}'", "...", problem)  # it may be a part of a password
+            problem = re.sub(r"'[^']{2,}'", "...", problem)  # the quoted part may be part of a password
             raise ConfigError(f"{where}: {problem}", "Correct the file; quote texts with special characters") from None
         if not isinstance(raw, dict | None):
             advice = "See docs/configuration.md, or begin with: pgcdc config init"
@@ -99,7 +101,7 @@ class YamlFile:
             return self._loader.construct_object(node)
         except yaml.YAMLError:
             raise
-        except Exception:  # 2026-13-45, !!bool maybe: PyYAML does not say what it raises
+        except Exception:  # 2026-13-45, !!bool maybe: PyYAML does not document what it raises
             raise self._error(node, path, "this is not a value of YAML", "Put it into quotes") from None
 
     def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:

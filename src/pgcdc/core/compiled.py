@@ -1,5 +1,7 @@
-"""Compiled modules; each has a Python twin that does the same. They are missing if no compiler was available at build time;
-PGCDC_PURE_PYTHON=1 turns them off."""
+"""Loads compiled modules; each has a Python twin with the same behaviour.
+
+A module is missing if there was no compiler at build time. PGCDC_PURE_PYTHON=1 turns them all off.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from types import ModuleType
 
 
 def load_compiled(name: str) -> ModuleType | None:
-    """The compiled module `pgcdc.<name>`, or None. Looked up at each call: tests switch between both."""
+    """The compiled module `pgcdc.<name>`, or None. Looked up on every call, because tests switch between both."""
     if os.environ.get("PGCDC_PURE_PYTHON") == "1":
         return None
     try:
@@ -22,13 +24,13 @@ def load_compiled(name: str) -> ModuleType | None:
 
 
 def has_compiled(name: str) -> bool:
-    """Whether `load_compiled` would find it, without loading anything."""
+    """Whether `load_compiled` would find the module. Loads nothing."""
     return os.environ.get("PGCDC_PURE_PYTHON") != "1" and importlib.util.find_spec(f"pgcdc.{name}") is not None
 
 
 def describe_ways(is_short: bool | None = None) -> dict[str, str]:
-    """Which quick ways are in use; nothing is loaded for it. `is_short`: whether small batches take the shorter ways in this
-    run; None: whether they probably would."""
+    """Which fast paths are in use. Loads nothing. `is_short`: whether small batches take the shorter paths in this run;
+    None: whether they probably would."""
     if is_short is None:
         found = importlib.util.find_spec("pyspark")
         folders = (found and found.submodule_search_locations) or ()
@@ -41,7 +43,7 @@ def describe_ways(is_short: bool | None = None) -> dict[str, str]:
 
 
 def find_version(package: str) -> str:
-    """Of an installed package, or of one that is only on the path, as Spark's own folder of Python."""
+    """The version of a package that is installed, or only on the path, like the Python folder of Spark."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:
@@ -53,6 +55,6 @@ def find_version(package: str) -> str:
 
 
 def has_short_ways(spark: str) -> bool:
-    """Whether small batches take the shorter ways of `spark.quick` through this version of PySpark: they were tried with it.
-    (The variable switches them off.)"""
+    """Whether small batches take the shorter paths of `spark.quick` with this version of PySpark: only versions that they
+    were tested with. (The variable turns them off.)"""
     return spark.startswith("4.3.") and not os.environ.get("PGCDC_ORDINARY_SPARK")

@@ -1,23 +1,23 @@
-"""Every error pgcdc raises on purpose, and what becomes of it.
+"""Every error that pgcdc raises on purpose, and how it is handled.
 
     PgcdcError
     ├── ConfigError             stop, exit 2   wrong flag, file or value: nothing was started
-    │   └── ConfigErrors        stop, exit 2   several of them at once
+    │   └── ConfigErrors        stop, exit 2   several of them together
     ├── StateError              stop, exit 2   state directory unusable, locked or of another pipeline
     ├── SourceError             stop, exit 2   the database refuses what we need (right, slot, publication)
     │   └── ConnectionLost      retry          the connection ended; the slot keeps our place
     ├── DecodeError             stop, exit 1   a message we cannot read: names type, field and LSN
-    ├── ConversionError         stop, exit 1   a value without a place in its Spark type: names table, key, column, position
-    ├── TransformError          stop, exit 1   a transform cannot do what it is told with an event: names transform, position
+    ├── ConversionError         stop, exit 1   a value that does not fit its Spark type: names table, key, column, position
+    ├── TransformError          stop, exit 1   a transform cannot process an event: names transform, position
     ├── SchemaChanged           stop, exit 1   a table has other columns than its typed query: load it again
-    ├── GapError                stop, exit 1   going on would skip changes
+    ├── GapError                stop, exit 1   continuing would skip changes
     ├── SpoolError              stop, exit 1   a segment or the index is damaged
     └── SinkError               stop, exit 1   the target is in a state we must not touch
         ├── SinkUnavailable     retry          the target may come back
         ├── ReloadNeeded        reload         the copy of a table cannot follow: the capture reads the table again
         └── SinkRejected        dead letter    this row will never be accepted
 
-An error carries one line that says what happened and one that says what to do.
+An error has one line that says what happened, and one that says what to do.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ __all__ = [
 
 
 class Policy(Enum):
-    """What the pipeline does with an error of a kind."""
+    """How the pipeline handles an error."""
 
     RETRY = "retry"
     DEAD_LETTER = "dead_letter"
@@ -67,23 +67,24 @@ class Policy(Enum):
 
 
 def policy_of(error: BaseException) -> Policy:
-    """What becomes of an error: the one place that is asked, by everybody who catches one."""
+    """What to do about an error. Every handler asks this function and nothing else."""
     if isinstance(error, SinkRejected) and not error.rejects:
-        return Policy.STOP  # nobody knows which events it is about, and none is dropped
+        return Policy.STOP  # nobody knows which events are affected, and none may be dropped
     if isinstance(error, PgcdcError):
         return error.policy
-    # What a client library lets through: a connection may come back; anything else is a defect, and trying again hides it.
+    # Errors that a client library did not wrap: a lost connection may recover; anything else is a bug, and retrying
+    # would hide it.
     return Policy.RETRY if isinstance(error, (ConnectionError, TimeoutError)) else Policy.STOP
 
 
 def sentences(*texts: str) -> str:
-    """Texts one behind the other. What a client said may have its full stop already."""
+    """Join texts into sentences. A client's message may already end with a full stop."""
     *before, last = [one for one in texts if one] or [""]
     return " ".join([*(one if one.endswith((".", "!", "?")) else f"{one}." for one in before), last])
 
 
 class PgcdcError(Exception):
-    """Base of the tree: `message` says what happened, `advice` what the operator can do."""
+    """Base of all errors: `message` says what happened, `advice` what the operator can do."""
 
     policy: ClassVar[Policy] = Policy.STOP
     exit_code: ClassVar[int] = 1
@@ -97,37 +98,38 @@ class PgcdcError(Exception):
         return sentences(self.message, self.advice)
 
     def name_state_dir(self, path: Path) -> None:
-        """Say in the advice which state directory it is about, unless that is the default."""
+        """Name the state directory in the advice, unless it is the default one."""
         if path.absolute() != Path(".pgcdc").absolute():
             command = f"pgcdc resync --state-dir {shlex.quote(str(path))}"
             self.advice = re.sub(r"pgcdc resync(?! (--state-dir|without))", lambda _: command, self.advice)
 
     def to_json(self) -> dict[str, str]:
-        """The form that crosses process boundaries (status files, control socket), under a kind of the tree above."""
+        """The form that crosses process boundaries (status files, control socket), with its kind from the tree
+        above."""
         kind = next(one.__name__ for one in type(self).__mro__ if one.__name__ in _KINDS)
         return {"kind": kind, "message": self.message, "advice": self.advice}
 
     @staticmethod
     def from_json(raw: dict[str, str]) -> PgcdcError:
-        """The error another process wrote with `to_json`."""
+        """The error that another process wrote with `to_json`."""
         kind = _KINDS.get(raw.get("kind", ""), PgcdcError)
         return kind(raw.get("message", "unknown error"), raw.get("advice", ""))
 
 
 class ConfigError(PgcdcError):
-    """A flag, variable or file is wrong. Raised before anything is started."""
+    """A flag, variable or file is wrong. Raised before anything starts."""
 
     exit_code = 2
 
 
 class ConfigErrors(ConfigError):
-    """Several things are wrong at once: `errors` has them all, each with its place and advice."""
+    """Several problems at the same time: `errors` lists all of them, each with its place and advice."""
 
     errors: tuple[PgcdcError, ...] = ()
 
     @classmethod
     def of(cls, errors: Sequence[PgcdcError]) -> PgcdcError:
-        """One error for all of them; of a single one, that."""
+        """One error for all of them; a single error is returned as it is."""
         if len(errors) == 1:
             return errors[0]
         made = cls("; ".join(str(error) for error in errors))
@@ -136,7 +138,7 @@ class ConfigErrors(ConfigError):
 
 
 class StateError(PgcdcError):
-    """The state directory cannot be used: not writable, locked, or of another pipeline."""
+    """The state directory cannot be used: not writable, locked, or owned by another pipeline."""
 
     exit_code = 2
 
@@ -148,7 +150,7 @@ class SourceError(PgcdcError):
 
 
 class ConnectionLost(SourceError):
-    """The connection ended. The slot keeps our place: connect again."""
+    """The connection ended. Reconnect: the slot keeps our place."""
 
     policy = Policy.RETRY
     exit_code = 1
@@ -163,7 +165,7 @@ class ConversionError(PgcdcError):
 
 
 class TransformError(PgcdcError):
-    """A transform cannot do with an event what it is told to. The event is never left out instead."""
+    """A transform cannot process an event. The event is never dropped."""
 
 
 class SchemaChanged(PgcdcError):
@@ -171,7 +173,7 @@ class SchemaChanged(PgcdcError):
 
 
 class GapError(PgcdcError):
-    """Going on would skip changes that were never delivered."""
+    """Continuing would skip changes that were never delivered."""
 
 
 class SpoolError(PgcdcError):
@@ -191,14 +193,14 @@ class SinkUnavailable(SinkError):
         self, message: str, advice: str = "", *, retry_in_s: float = 0.0, positions: Sequence[str] = ()
     ) -> None:
         super().__init__(message, advice)
-        self.retry_in_s = retry_in_s  # How long the target wants to be left alone, if it said so
+        self.retry_in_s = retry_in_s  # How long the target asked us to wait, if it did
         self.positions = tuple(positions)
-        """The events that failed, if the sink can tell: they may go to dead letters when tries are used up."""
+        """The events that failed, if the sink knows them: they may become dead letters after the last attempt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reject:
-    """One event that a target refuses, whatever is tried."""
+    """One event that a target refuses permanently."""
 
     position: str
     kind: str  # A short word for people and filters: `http_400`, `not_null_violation`
@@ -206,8 +208,11 @@ class Reject:
 
 
 class ReloadNeeded(SinkError):
-    """The copies of these tables cannot follow their source. Nothing of the batch was written: it comes again without
-    them, and the capture reads them again. `tables` has for each oid its name and why."""
+    """The copies of these tables can no longer follow their source.
+
+    Nothing of the batch was written. The batch is repeated without these tables, and the capture reads them again.
+    `tables` maps each oid to its name and the reason.
+    """
 
     policy = Policy.RELOAD
 
@@ -220,10 +225,10 @@ class ReloadNeeded(SinkError):
 
 
 class SinkRejected(SinkError):
-    """The target will never accept these events; the same batch without them is worth a try.
+    """The target will never accept these events; the batch may succeed without them.
 
-    Without `rejects` nobody knows which ones they are: the pipeline stops, or the runner of a sink that `finds_by_halves`
-    finds out. `kind` and `text` are for the event that it finds, as in `Reject`.
+    Without `rejects` the events are not known: the pipeline stops, or, for a sink that `finds_by_halves`, the runner
+    finds them by splitting the batch. `kind` and `text` then describe the events it finds, as in `Reject`.
     """
 
     policy = Policy.DEAD_LETTER
@@ -247,16 +252,16 @@ _KINDS: dict[str, type[PgcdcError]] = {
 }  # fmt: skip
 
 
-# --- how long to wait before the next try: those who failed together do not come back together
+# --- delays before the next attempt, with jitter so that clients that failed together do not retry together
 
 
 def full_jitter_s(
     attempt: int, base_s: float, cap_s: float, uniform: Callable[[float, float], float] = random.uniform
 ) -> float:
-    """Anything between 0 and `base_s` · 2^attempt, at most `cap_s`; the first attempt is 0."""
+    """A random delay between 0 and `base_s` · 2^attempt, at most `cap_s`. The first attempt is 0."""
     return uniform(0.0, min(cap_s, base_s * 2.0 ** min(attempt, 64)))
 
 
 def reconnect_delay_s(attempt: int) -> float:
-    """Full jitter: anything up to 100 ms · 2^attempt, at most 30 s, at least 100 ms."""
+    """A random delay up to 100 ms · 2^attempt: at least 100 ms, at most 30 s."""
     return max(0.1, full_jitter_s(attempt, 0.1, 30.0))

@@ -5,9 +5,9 @@ global read and one comparison. The variable is read once, at import:
 
     PGCDC_FAILPOINTS="lane.after_write=kill@3,sink.before_ack=raise"
 
-`kill` is kill -9 of the own process, `raise` raises FailpointError; `@3` means at the third hit. A failpoint fires once per
-state directory if PGCDC_FAILPOINT_ONCE names a folder for the marker, so that the restarted process survives. `wait` waits
-every time, until there is a file in the folder PGCDC_FAILPOINT_TICKETS, and removes it; without the folder it passes.
+`kill` sends kill -9 to this process, `raise` raises FailpointError; `@3` means at the third hit. If PGCDC_FAILPOINT_ONCE
+names a folder for the marker, a failpoint fires once per state directory, so that the restarted process survives. `wait`
+waits at every hit until the folder PGCDC_FAILPOINT_TICKETS contains a file, and removes it; without the folder it passes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _POINTS = _parse(os.environ.get("PGCDC_FAILPOINTS", ""))
 
 
 def hit(name: str) -> None:
-    """Crash or fail here if a test asked for it."""
+    """Crash or fail here if a test asks for it."""
     if _POINTS:
         _fire(name)
 
@@ -73,7 +73,7 @@ def _fire(name: str) -> None:
 def _take_ticket(folder: Path) -> None:
     while folder.is_dir():
         for ticket in folder.glob("*"):
-            with contextlib.suppress(FileNotFoundError):  # somebody else has it
+            with contextlib.suppress(FileNotFoundError):  # another process took it
                 ticket.unlink()
                 return
         time.sleep(0.01)

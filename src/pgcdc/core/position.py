@@ -1,16 +1,16 @@
-"""Where a change stands in the stream.
+"""Positions: the place of a change in the stream.
 
-A position is (commit, kind, ordinal, sub): the number of the transaction in the order of commits, whether the change came
-with the stream or was read from a table (rows of a snapshot stand behind the commit they follow), the change's index among
-the row changes of that transaction (from 1), and a sub-ordinal for what is not a row change (messages, markers, schema
-events), which stands after the row change `ordinal` it follows. A row change has sub 0, so switching messages on moves no
-other position.
+A position is (commit, kind, ordinal, sub). `commit` numbers transactions in commit order. `kind` says whether the
+change came with the stream or was read from a table; rows of a snapshot come after the commit they follow. `ordinal` is
+the index of the change among the row changes of its transaction, from 1. `sub` orders everything that is not a row
+change (messages, markers, schema events) after the row change `ordinal` it follows. A row change has sub 0, so
+switching messages on changes no other position.
 
-`Position.end(commit)` is the position after everything of that transaction: what a batch that ends at a commit ends with,
+`Position.end(commit)` is the position after everything in that transaction: where a batch that ends at a commit ends,
 and the only kind of position that is ever confirmed to a source.
 
-Rows of snapshots come in chunks. The ordinal of such a row is the number of its chunk and its number in the chunk, packed:
-`Position.of_chunk`, `chunk`, `chunk_end` know how, and nobody else needs to.
+Snapshot rows come in chunks. The ordinal of such a row packs the number of its chunk and its number within the chunk.
+Only `Position.of_chunk`, `chunk` and `chunk_end` need to know how.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from typing import Any
 _POSITION = re.compile(r"([0-9A-F]{16})/([01])([0-9A-F]{12})(?:\.([0-9A-F]{8}))?")
 
 ORDINAL_BITS = 48
-LAST_ORDINAL = (1 << ORDINAL_BITS) - 1  # The ordinal of `Position.end`: greater than any change's
-LAST_SUB = (1 << 31) - 1  # The sub-ordinal of a transaction's COMMIT marker: greater than any message's
+LAST_ORDINAL = (1 << ORDINAL_BITS) - 1  # The ordinal of `Position.end`: greater than that of any change
+LAST_SUB = (1 << 31) - 1  # The sub-ordinal of a transaction's COMMIT marker: greater than that of any message
 SCHEMA_SUB = LAST_SUB - 1
-"""The sub-ordinal of a schema change: directly before row change `ordinal + 1`, the first in the new shape."""
+"""The sub-ordinal of a schema change: directly before row change `ordinal + 1`, the first with the new shape."""
 _CHUNK_BITS = 28
 _CHUNK_END = (1 << _CHUNK_BITS) - 1
 MAX_CHUNK_ROWS = _CHUNK_END - 1  # The largest number of rows of a snapshot chunk
@@ -64,12 +64,12 @@ class Position:
 
     @classmethod
     def behind(cls, commit: int) -> Position:
-        """The position after a transaction and all snapshot rows behind it."""
+        """The position after a transaction and all snapshot rows that follow it."""
         return cls(commit, SNAPSHOT, LAST_ORDINAL)
 
     @classmethod
     def of_chunk(cls, commit: int, chunk: int, row: int) -> Position:
-        """The place of a row (from 1) of a snapshot chunk, behind a transaction."""
+        """The position of row `row` (from 1) of a snapshot chunk that follows a transaction."""
         return cls(commit, SNAPSHOT, (chunk << _CHUNK_BITS) | row)
 
     @classmethod
@@ -84,26 +84,28 @@ class Position:
 
     @property
     def is_snapshot(self) -> bool:
-        """Whether this is a place among snapshot rows."""
+        """Whether this is the position of a snapshot row."""
         return self.kind == SNAPSHOT
 
     @property
     def chunk(self) -> int:
-        """The chunk number of a place in a snapshot."""
+        """The chunk number of a position in a snapshot."""
         return self.ordinal >> _CHUNK_BITS
 
     @property
     def confirmable(self) -> int:
-        """What may be confirmed when everything up to here is durable: never a transaction that this is inside of."""
+        """The commit that may be confirmed when everything up to here is durable. Excludes the transaction that this
+        position is inside."""
         return self.commit if self.is_end else 0
 
     @property
     def place(self) -> int:
-        """Kind and ordinal as one number, for columns: (commit, place) is in stream order, as in the text form."""
+        """Kind and ordinal as one number, for columns. Sorting by (commit, place) gives stream order, like the text
+        form."""
         return (self.kind << ORDINAL_BITS) | self.ordinal
 
     def __str__(self) -> str:
-        """Fixed width, so that text order is stream order: what events carry as `position`."""
+        """The text that events carry as `position`. Fixed width, so it sorts in stream order."""
         text = f"{self.commit:016X}/{self.kind:X}{self.ordinal:012X}"
         return f"{text}.{self.sub:08X}" if self.sub else text
 

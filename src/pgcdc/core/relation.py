@@ -1,6 +1,8 @@
-"""What a change did, its table's shape at the time, and the durable history of shapes. Every distinct shape gets a number in
-order of appearance, and each change names the shape in force at its position, so that ALTER TABLE never changes how an older
-change is read."""
+"""What a change did, the shape of its table at the time, and the durable history of shapes.
+
+Every distinct shape gets a number in order of appearance. Each change names the shape in force at its position, so an
+ALTER TABLE never affects how older changes are read.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from pgcdc.core.state import append_lines, decode_lines, read_lines
 
 
 class Op(IntEnum):
-    """What a change did: the byte that the wire uses for it."""
+    """What a change did: the byte that the wire protocol uses for it."""
 
     INSERT = ord("I")
     UPDATE = ord("U")
@@ -24,18 +26,18 @@ class Op(IntEnum):
     TRUNCATE = ord("T")
     MESSAGE = ord("M")
     SNAPSHOT = ord("S")  # A row that was read from its table
-    SNAPSHOT_STARTED = ord("s")  # The reading of a table begins; not a row. Its values: see `stream.frame.SNAPSHOTS`
-    SNAPSHOT_COMPLETED = ord("c")  # The same, at its end
-    NOTIFY = ord("N")  # Sent by somebody on a channel of the database; not a row
+    SNAPSHOT_STARTED = ord("s")  # Reading a table starts; not a row. Its values: see `stream.frame.SNAPSHOTS`
+    SNAPSHOT_COMPLETED = ord("c")  # Reading a table has ended; not a row
+    NOTIFY = ord("N")  # Sent by a client on a channel of the database; not a row
     VIEW_RESULT = ord("V")  # A row of a view's result
-    SENTINEL = ord("Z")  # Made by us to see that changes arrive; not a row
-    BEGIN = ord("B")  # Made for a reader who asked for it; never stored
-    COMMIT = ord("C")  # The same
-    SCHEMA_CHANGE = ord("R")  # The same; the byte is that of the message that describes a relation. Stored: only a mark
+    SENTINEL = ord("Z")  # Written by us to check that changes arrive; not a row
+    BEGIN = ord("B")  # Added for a reader that asks for it; never stored
+    COMMIT = ord("C")  # Like BEGIN
+    SCHEMA_CHANGE = ord("R")  # Like BEGIN. The byte is that of a Relation message. Only a mark is stored
 
 
 class OldKind(IntEnum):
-    """What the old values are."""
+    """What the old values contain."""
 
     NONE = 0
     KEY = ord("K")  # Only the replica identity's columns; the others were not sent and are null
@@ -65,7 +67,7 @@ class Relation:
 
     @property
     def channel(self) -> str:
-        """The routing key of its events: `pgcdc:orders`, or `pgcdc:schema.orders` outside public."""
+        """The routing key of its events: `pgcdc:orders`, or `pgcdc:schema.orders` outside the schema public."""
         return f"pgcdc:{self.name}" if self.namespace == "public" else f"pgcdc:{self.namespace}.{self.name}"
 
     def to_json(self) -> dict[str, Any]:
@@ -78,7 +80,7 @@ class Relation:
 
 @dataclass(slots=True)
 class Relations:
-    """Every shape seen, by version number; the same shape always gets the same number."""
+    """Every shape seen, by version number. The same shape always gets the same number."""
 
     shapes: list[Relation] = field(default_factory=list)
     _versions: dict[Relation, int] = field(default_factory=dict)
@@ -102,27 +104,28 @@ class Relations:
         return len(self.shapes)
 
 
-# --- the history of shapes. It outlives the spool: the capture appends to it before the first change in a new shape becomes
-# visible, so that a query always finds the shape in force at its position, also after a restart.
+# --- the history of shapes. It outlives the spool: the capture appends to it before the first change with a new shape
+# becomes visible, so a query always finds the shape in force at its position, even after a restart.
 
 
 @dataclass(frozen=True, slots=True)
 class ShapeChange:
-    """From here on one table's changes have another shape, or the catalog says something else about the same shape; or: here
-    it was first seen."""
+    """From this position on, changes of one table have another shape, or the same shape with different catalog details.
+    Also recorded when a table is first seen."""
 
     position: (
         Position  # (lsn, ordinal - 1, SCHEMA_SUB), for a first change (or mark) in the new shape at (lsn, ordinal)
     )
     after: Relation
-    before: Relation | None = None  # None: the table was not seen before
+    before: Relation | None = None  # None: first record of the table
     details: dict[str, Any] | None = None
-    """The catalog's description of `after`, if it still had that shape when the capture met it, or if it is proven."""
+    """The catalog's description of `after`: present if the table still had that shape when the capture saw it, or if it
+    is proven."""
     before_details: dict[str, Any] | None = None
-    """The `details` of `before`'s record, so that this record alone says what changed."""
+    """The `details` from the record of `before`, so that this record alone shows what changed."""
 
     def concerns(self, namespace: str, name: str) -> bool:
-        """Whether it concerns the table that has, or had until here, this name."""
+        """Whether the table has this name, or had it until this position."""
         return any(
             (one.namespace, one.name) == (namespace, name) for one in (self.before, self.after) if one is not None
         )
@@ -142,7 +145,7 @@ class ShapeChange:
 
 
 def append_shapes(path: Path, changes: Iterable[ShapeChange]) -> None:
-    """Append to the history, durably: when this returns, it survives a crash of the machine."""
+    """Append to the history. On return the records survive a crash of the machine."""
     append_lines(path, (change.to_json() for change in changes))
 
 
@@ -174,10 +177,10 @@ class ShapeHistory:
         self._owners: dict[tuple[str, str], set[int]] = {}  # Tables that have or had a name
 
     def refresh(self) -> list[ShapeChange]:
-        """Read what was appended since the last call, and return it."""
+        """Read the records appended since the last call and return them."""
         fresh = [ShapeChange.from_json(record) for record in self._lines.read()]
         for change in fresh:
-            # A spool that is read again may show what an older version of pgcdc did not record.
+            # A spool that is read again may contain shapes that an older version of pgcdc did not record.
             bisect.insort(self.changes, change, key=_position)
             self._owners.setdefault((change.after.namespace, change.after.name), set()).add(change.after.oid)
         return fresh
@@ -197,35 +200,35 @@ class ShapeHistory:
         return (change for change in self.changes if change.concerns(namespace, name))
 
     def others(self, oid: int, position: Position) -> list[Relation]:
-        """What the other tables are like at `position`."""
+        """The shapes of the other tables at `position`."""
         last = {one.after.oid: one.after for one in self.changes if one.position <= position}
         return [one for number, one in last.items() if number != oid]
 
     def is_taken(self, table: Relation, position: Position) -> bool:
-        """Whether another table has its name at `position`."""
+        """Whether another table has this name at `position`."""
         return any(one.channel == table.channel for one in self.others(table.oid, position))
 
     def is_shared(self, table: Relation) -> bool:
-        """Whether other tables have or had its name as well."""
+        """Whether other tables have, or once had, this name."""
         return len(self._owners.get((table.namespace, table.name), ())) > 1
 
     def is_misnamed(self, table: Relation, position: Position) -> bool:
-        """Whether a change at `position` comes under a name that is another table's by then."""
+        """Whether the name that a change at `position` carries belongs to another table by then."""
         last = self.in_force(table.namespace, table.name, position)
         return last is not None and last.after.channel == table.channel and last.after.oid != table.oid
 
     def takes_name(self, change: ShapeChange) -> bool:
-        """Whether another table had the name that this one has from here on."""
+        """Whether another table had the name that this table takes over here."""
         named = self.of(change.after.namespace, change.after.name)
         return any(one.after.oid != change.after.oid for one in named if one.position < change.position)
 
     def in_force(self, namespace: str, name: str, position: Position) -> ShapeChange | None:
-        """The table's shape for changes directly after `position`; None if it was not seen before."""
+        """The table's shape for changes directly after `position`; None if the table was not seen before."""
         earlier = [change for change in self.of(namespace, name) if change.position <= position]
         return earlier[-1] if earlier else None
 
     def reachable(self, position: Position) -> list[ShapeChange]:
-        """For all tables: the record of the shape in force at `position`, and every later change of shape."""
+        """For every table: the record of the shape in force at `position`, and every later change of shape."""
         last: dict[int, ShapeChange] = {}
         later = []
         for change in self.changes:
@@ -241,7 +244,8 @@ class ShapeHistory:
 
 
 def cut_tail(path: Path) -> None:
-    """Cut off a half-written last line: what it described was not visible yet. The writer does this at its start."""
+    """Cut off a half-written last line, which describes a shape that never became visible. The writer calls this when
+    it starts."""
     read_lines(path)
 
 

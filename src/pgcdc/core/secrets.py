@@ -1,4 +1,4 @@
-"""Secrets come from the environment or from files, and are never shown."""
+"""Secrets come from the environment or from files, and are never displayed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_SHOWN = 60
 
 
 def read_secret(path: Path, what: str) -> str:
-    """A file's content without the final newline. The ConfigError never quotes it."""
+    """The content of a file without the trailing newline. Its ConfigError never quotes the content."""
     try:
         with path.open("rb") as file:
             raw = file.read(MAX_SECRET_BYTES + 1)
@@ -27,7 +27,7 @@ def read_secret(path: Path, what: str) -> str:
         raise ConfigError(f"{path} cannot be read: {error.strerror}", f"This file must contain {what}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not UTF-8 text", f"This file must contain {what}") from None
-    except ValueError:  # a NUL in it
+    except ValueError:  # the path contains a NUL
         raise ConfigError(f"{str(path)!r} is not the path of a file", f"Give the file that holds {what}") from None
     text = text.removesuffix("\n").removesuffix("\r")
     if len(raw) > MAX_SECRET_BYTES or "\n" in text:
@@ -38,8 +38,10 @@ def read_secret(path: Path, what: str) -> str:
 
 
 def expand(text: str, environ: Mapping[str, str], see: Callable[[str, str], None]) -> str:
-    """The text with `${NAME}` and `${NAME:-default}` replaced; `$${` stands for `${`. `see` gets each name and value.
-    ConfigError: a variable is unset, empty, or not a name."""
+    """Replace `${NAME}` and `${NAME:-default}` in a text; `$${` means a literal `${`.
+
+    Calls `see` with each name and value. ConfigError: a variable is unset or empty, or a name is invalid.
+    """
 
     def replace(found: re.Match[str]) -> str:
         if found[1]:
@@ -60,13 +62,13 @@ def expand(text: str, environ: Mapping[str, str], see: Callable[[str, str], None
 
 
 def literal_part(text: str) -> str:
-    """The part of a text that is not from variables; a default (`${NAME:-default}`) counts as literal."""
+    """The part of a text that does not come from variables. A default (`${NAME:-default}`) is literal."""
     return _VARIABLE.sub(lambda found: found[2].partition(":-")[2] if not found[1] else found[0], text)
 
 
 def hide(text: str, secrets: Iterable[str] | None = None) -> str:
-    """A message without these values, or without all known secrets of this process. Very short values are skipped: they
-    would match everywhere."""
+    """Hide these values, or all known secrets of this process, in a message. Skips very short values, which would match
+    everywhere."""
     for secret in sorted(
         (one for one in (_known if secrets is None else secrets) if len(one) > 3), key=len, reverse=True
     ):
@@ -75,13 +77,13 @@ def hide(text: str, secrets: Iterable[str] | None = None) -> str:
 
 
 def redact_text(text: str) -> str:
-    """Hides passwords inside URLs and DSNs; too much rather than too little."""
+    """Hide passwords in URLs and DSNs; rather too much than too little."""
     text = re.sub(r"(\w+://[^\s:/@'\"]*):[^\s'\"]*@", r"\1:***@", text)
     return re.sub(r"(?i)\b((?:ssl)?password|passwd|secret|token)(\s*[=:]\s*)('[^']*'|[^\s&'\",]+)", r"\1\2***", text)
 
 
 def describe_value(key: str, value: Any) -> str:
-    """` (got ...)` for an error: empty for possible secrets, only the kind for long values."""
+    """` (got ...)` for an error message. Empty for possible secrets; only the kind for long values."""
     if _SECRET_KEY.search(key):
         return ""
     if isinstance(value, Mapping):
@@ -92,12 +94,12 @@ def describe_value(key: str, value: Any) -> str:
     return f" (got {redact_text(text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + '...')})"
 
 
-# --- this process's secrets: adapters' commands must not find them in their environment
+# --- the secrets of this process: commands started by adapters must not find them in their environment
 
-UNLIKELY_CHARS = 16  # A secret this long is in no other text by chance
-PART_CHARS = 8  # A shorter text is part of another by chance
+UNLIKELY_CHARS = 16  # Too long to appear in another text by chance
+PART_CHARS = 8  # Too short: may be part of another text by chance
 _OF_LIBPQ = ("PGPASSWORD", "PGSSLPASSWORD")
-_known: set[str] = set()  # One set for the whole process, as there is one environment
+_known: set[str] = set()  # One set per process, like the environment
 
 
 def remember_secrets(secrets: Iterable[str]) -> None:
@@ -105,7 +107,7 @@ def remember_secrets(secrets: Iterable[str]) -> None:
 
 
 def clean_environment(environ: Mapping[str, str], keep: Collection[str] = ()) -> dict[str, str]:
-    """A command's environment without pgcdc's own variables and any value that holds a known secret."""
+    """A command's environment: without pgcdc's own variables and without values that contain a known secret."""
     secrets = {*_known, *(environ.get(name, "") for name in _OF_LIBPQ)} - {""}
     return {
         name: value
@@ -116,8 +118,11 @@ def clean_environment(environ: Mapping[str, str], keep: Collection[str] = ()) ->
 
 
 def _holds(value: str, secret: str) -> bool:
-    """Whether a variable is the secret, contains it (a URL, DSN or header), or is part of it (`${FIRST}${SECOND}`). A short
-    secret is part of many words: it counts only as a whole one, and a very short one only in password positions."""
+    """Whether a variable is the secret, contains it (a URL, DSN or header), or is part of it (`${FIRST}${SECOND}`).
+
+    A short secret may be part of many words, so it only counts as a whole word; a very short one only where a password
+    stands.
+    """
     forms = {secret, quote(secret, safe="")}
     if value == secret or any(f":{form}@" in value or f"password={form}" in value for form in forms):
         return True

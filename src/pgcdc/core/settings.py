@@ -1,6 +1,8 @@
-"""Settings: fields of frozen models in the layer that needs them, with text, default, limits and group. Flags, `PGCDC_*`
-variables, keys of `pgcdc.yaml`, options of the Spark source, the JSON schema and the reference pages are made from these
-models, which are the only place of a setting."""
+"""Settings: fields of frozen models, defined in the layer that uses them, with text, default, limits and group.
+
+Flags, `PGCDC_*` variables, keys of `pgcdc.yaml`, options of the Spark source, the JSON schema and the reference pages
+are all generated from these models. A setting is defined nowhere else.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from pydantic_core import PydanticCustomError
 
 from pgcdc.core.errors import ConfigError, PgcdcError
 
-REFUSED = "pgcdc_refused"  # The kind of an error that carries its advice
+REFUSED = "pgcdc_refused"  # The type of a pydantic error that carries its own advice
 
 _O = TypeVar("_O", bound=BaseModel)
 
@@ -28,14 +30,14 @@ class Setting:
     """A setting's metadata for the command line and documents."""
 
     group: str = ""
-    flag: str | None = ""  # Without dashes. Empty: from the field's name. None: neither flag nor variable
+    flag: str | None = ""  # Without dashes. Empty: derived from the field's name. None: neither flag nor variable
     aliases: tuple[str, ...] = ()  # Other accepted names: those of the manual, with underscores
     metavar: str = ""
     is_repeated: bool = False
     is_hidden: bool = False  # Left out of --help: the same for every adapter, and described once
-    example: str = ""  # For the file of `pgcdc config init`, where the default says little
-    secret: bool = False  # It holds a secret, or may (a URL): never shown
-    literal: bool = True  # Whether a secret may stand in the YAML file itself, rather than as `${NAME}`
+    example: str = ""  # For the file of `pgcdc config init`, if the default explains little
+    secret: bool = False  # It holds or may hold a secret (a URL): never shown
+    literal: bool = True  # Whether the YAML file may contain the secret itself, rather than `${NAME}`
     cascade: str = ""  # `db`: defaults to the source's database URL
 
 
@@ -57,7 +59,7 @@ def setting_of(name: str, field: FieldInfo) -> Setting:
 
 
 def unit_of(field: FieldInfo) -> Unit | None:
-    """The unit of a field's number, if any."""
+    """The unit of a numeric field, if it has one."""
     return next((one for one in field.metadata if isinstance(one, Unit)), None)
 
 
@@ -66,7 +68,8 @@ def is_switch(annotation: Any) -> bool:
 
 
 class Options(BaseModel):
-    """Settings that belong together. `true` is no number, and numbers have an end; errors do not repeat what was given."""
+    """Settings that belong together. Numbers must be finite and never true or false; errors do not repeat the given
+    value."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
 
@@ -78,7 +81,7 @@ class Options(BaseModel):
         return value
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Settings that are valid alone but not together."""
+        """Settings that are valid alone but contradict each other."""
         return iter(())
 
     def check(self) -> None:
@@ -87,11 +90,11 @@ class Options(BaseModel):
             raise conflict
 
     def but(self, **changes: Any) -> Self:
-        """A copy with other, valid values."""
+        """A copy with some values changed. The new values must be valid: they are not checked."""
         return self.model_copy(update=changes)
 
     def part(self, model: type[_O]) -> _O:
-        """These settings as another model; its other fields have their defaults."""
+        """These settings as another model. Its other fields keep their defaults."""
         names = model.model_fields.keys() & type(self).model_fields.keys()
         given = {name: getattr(self, name) for name in names}
         return model.model_construct(_fields_set=self.model_fields_set.intersection(names), **given)
@@ -101,11 +104,12 @@ class Options(BaseModel):
         return bool(getattr(self, name) != type(self).model_fields[name].default)
 
 
-KeyPath = tuple[str | int, ...]  # The way to a value: `("adapters", 1, "path")`
+KeyPath = tuple[str | int, ...]  # The path to a value: `("adapters", 1, "path")`
 
 
 class Conflict(ConfigError):
-    """A value that is right by itself, and wrong with others: it knows where that stands, so that its line can be said."""
+    """A value that is valid alone but contradicts other settings. It knows the value's path, so the message can name
+    the line."""
 
     def __init__(self, path: KeyPath, message: str, advice: str) -> None:
         super().__init__(message, advice)
@@ -113,7 +117,7 @@ class Conflict(ConfigError):
 
 
 def conflicts_of(path: KeyPath, check: Callable[[], object]) -> Iterator[Conflict]:
-    """A ConfigError of another module's check, as a conflict about this key."""
+    """Report a ConfigError from another module's check as a conflict about this key."""
     try:
         check()
     except Conflict as conflict:
@@ -123,7 +127,7 @@ def conflicts_of(path: KeyPath, check: Callable[[], object]) -> Iterator[Conflic
 
 
 def make_options(model: type[_O], values: Mapping[str, Any], what: str, advice: str = "") -> _O:
-    """The model with these values. ConfigError for an unknown or invalid one."""
+    """Build the model from these values. ConfigError for an unknown or invalid one."""
     try:
         return model.model_validate(dict(values))
     except ValidationError as error:
@@ -140,12 +144,12 @@ def make_options(model: type[_O], values: Mapping[str, Any], what: str, advice: 
 
 
 def refuse(message: str, advice: str) -> PydanticCustomError:
-    """A validator's error with advice."""
+    """A validator error that carries advice."""
     return PydanticCustomError(REFUSED, "{message}", {"message": message, "advice": advice})
 
 
 def checked(check: Callable[[str], object], text: str) -> str:
-    """The text, if another module's check accepts it: for validators."""
+    """Validate a text with another module's check, and return it."""
     try:
         check(text)
     except PgcdcError as error:
@@ -154,14 +158,14 @@ def checked(check: Callable[[str], object], text: str) -> str:
 
 
 def suggest(name: str, known: Iterable[str], otherwise: str = "") -> str:
-    """`Did you mean ...?` if a name is close; else all of them, or `otherwise`."""
+    """`Did you mean ...?` if a known name is close; otherwise all known names, or `otherwise`."""
     names = list(known)
     close = difflib.get_close_matches(name.lower(), names, n=1) or [one for one in names if name and name in one][:1]
     return f"Did you mean {close[0]}?" if close else otherwise or f"Known: {', '.join(names) or 'none'}"
 
 
 def check_known(names: Iterable[str], text: str) -> str:
-    """The text, if it is one of these names: for validators."""
+    """Check that a text is one of these names, and return it."""
     known = list(names)
     if text not in known:
         raise refuse(f"{text!r} is not known", suggest(text, known))
@@ -169,13 +173,13 @@ def check_known(names: Iterable[str], text: str) -> str:
 
 
 def split_outside_quotes(text: str, separator: str) -> list[str]:
-    """The parts between separators outside '...' and "..."; empty ones are dropped."""
+    """Split at separators outside '...' and "..."; drops empty parts."""
     parts = re.findall(rf"""(?:[^'"{separator}]|'[^']*'?|"[^"]*"?)+""", text)
     return [part.strip() for part in parts if part.strip()]
 
 
 def split_names(value: Any) -> Any:
-    """`a,b` in a flag or variable; a list in YAML."""
+    """Accepts `a,b` (flag or variable) or a list (YAML)."""
     return tuple(split_outside_quotes(value, ",")) if isinstance(value, str) else value
 
 
@@ -193,7 +197,7 @@ def _split_rules(separator: str, value: Any) -> Any:
 
 
 PathText = Annotated[str, BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value)]
-"""A path as it was written: one that ends with a slash is a folder."""
+"""A path, kept as written: a trailing slash means a folder."""
 Names = Annotated[tuple[str, ...], BeforeValidator(split_names), text_or_list()]  # `a,b`, or a list
 Rules = Annotated[
     tuple[str, ...],
@@ -208,10 +212,10 @@ Rules = Annotated[
         ]
     }),
 ]  # fmt: skip
-"""A mapping or list in YAML; `a=...; b=...` in a variable; the flag is repeated."""
+"""A mapping or list in YAML; `a=...; b=...` in a variable; a repeated flag."""
 
 
-# --- durations and sizes (`100ms`, `30m`, `512MB`): the same in flags, variables, YAML, Python and Spark's options
+# --- durations and sizes (`100ms`, `30m`, `512MB`): same syntax in flags, variables, YAML, Python and Spark options
 
 _TIMES = {"d": 86400, "h": 3600, "m": 60, "s": 1, "ms": 0.001}
 _TIME = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*(ms|[smhd]?)")
@@ -219,7 +223,7 @@ _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*([kmgt]?)(?:i?b)?")
 
 
 def parse_seconds(text: str) -> float:
-    """`100ms`, `90s`, `30m`, `6h`, `1d`, or a number of seconds. Raises ValueError for anything else."""
+    """Parse `100ms`, `90s`, `30m`, `6h`, `1d`, or a number of seconds. Raises ValueError for anything else."""
     found = _TIME.fullmatch(text.strip().lower())
     if found is None:
         raise ValueError(f"not a time: {text!r}")
@@ -227,7 +231,7 @@ def parse_seconds(text: str) -> float:
 
 
 def parse_bytes(text: str) -> int:
-    """`512MB`, `1 GiB`, `1048576`: a number of bytes. Raises ValueError for anything else."""
+    """Parse `512MB`, `1 GiB` or `1048576` into bytes. Raises ValueError for anything else."""
     found = _SIZE.fullmatch(text.strip().lower())
     if found is None:
         raise ValueError(f"not a size: {text!r}")
@@ -235,7 +239,7 @@ def parse_bytes(text: str) -> int:
 
 
 def format_seconds(value: float) -> str:
-    """The shortest text that `parse_seconds` reads as this value: `6h`, `100ms`, `90s`, `0`."""
+    """The shortest text that `parse_seconds` reads back as this value: `6h`, `100ms`, `90s`, `0`."""
     if not value:
         return "0"
     for unit, size in _TIMES.items():
@@ -246,12 +250,12 @@ def format_seconds(value: float) -> str:
 
 
 def _plain(number: float) -> str:
-    """Without an exponent, six digits behind the point."""
+    """Six digits after the point, without an exponent."""
     return f"{number:.6f}".rstrip("0").rstrip(".")
 
 
 def format_bytes(value: int) -> str:
-    """The shortest text that `parse_bytes` reads as this value: `1GB`, `1000`."""
+    """The shortest text that `parse_bytes` reads back as this value: `1GB`, `1000`."""
     for power in (4, 3, 2, 1):
         if value and value % (1 << 10 * power) == 0:
             return f"{value >> 10 * power}{' KMGT'[power]}B"
@@ -260,7 +264,7 @@ def format_bytes(value: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Metadata of a field: its number's unit, for help texts."""
+    """The unit of a field's number, for help texts."""
 
     kind: Literal["seconds", "bytes"]
     metavar: str

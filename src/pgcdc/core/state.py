@@ -1,24 +1,24 @@
-"""The state directory: who it belongs to, who holds it, and files that survive a crash.
+"""The state directory: which source it belongs to, which processes hold it, and files that survive a crash.
 
-identity.json     which slot of which server this directory belongs to, and the format of all that is here
-identity.lock     held by who changes the identity, or our publications
-run.lock          held by `pgcdc listen`; tells its pid and control socket
-capture.lock      held by the capture process; tells its pid and control socket
-capture.json      the capture's last status, when it has ended
-run.json          the driver's status, when its phase changed
+identity.json     the server and slot this directory belongs to, and the format of its files
+identity.lock     held while a process changes the identity or our publications
+run.lock          held by `pgcdc listen`; contains its pid and control socket
+capture.lock      held by the capture process; contains its pid and control socket
+capture.json      the last status of a capture that has ended
+run.json          the driver's status, written when its phase changes
 consumers.json    where every consumer is, and what was confirmed
 lanes.json        which adapter is in which lane
-targets.json      digests of the targets, and which columns transforms have changed there, by adapter
-shapes.jsonl      which shape every table had from which position on
+targets.json      by adapter: a digest of the target, and the columns that transforms have changed there
+shapes.jsonl      the shapes of every table, each with the position where it starts
 spool/            segments and index
-snapshot/         rows of snapshots that were released, what is asked of incremental ones (requests.json), and what only
-                  some adapters get (audience.jsonl)
+snapshot/         released rows of snapshots, requests to incremental snapshots (requests.json), and what only some
+                  adapters receive (audience.jsonl)
 acks/             one file per sink
-checkpoints/      Spark's, one folder per lane, and in each where its batches ended (`ends/`)
+checkpoints/      Spark's, one folder per lane, each with the ends of its batches (`ends/`)
 toast/            the cache of --toast cache
 dead_letters.jsonl  events that targets refused
-verify.json       a `pgcdc verify` that is not finished; verify/ has keys that differ, verify_last.json the last result
-resync.json       a `pgcdc resync` that is not finished; resync/ has its keys
+verify.json       an unfinished `pgcdc verify`; verify/ has keys that differ, verify_last.json the last result
+resync.json       an unfinished `pgcdc resync`; resync/ has its keys
 """
 
 from __future__ import annotations
@@ -38,36 +38,36 @@ from typing import IO, Any
 from pgcdc.core.errors import StateError
 
 LOG_BYTES = 10 << 20
-FORMAT = 4  # Of the state directory. Raise it when one version of pgcdc could misread another's state
+FORMAT = 4  # Of the state directory. Increase it when one version of pgcdc could misread the state of another
 _OF_THE_SLOT = ("spool", "checkpoints", "consumers.json", "shapes.jsonl", "toast", "typed", "snapshot", "capture.json",
                 "run.json", "lanes.json", "verify.json", "verify", "verify_last.json")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a state directory belongs to. Using it with another source would cross a gap."""
+    """The source that a state directory belongs to. Using it with another source would skip changes."""
 
-    kind: str  # Of the source: its name (`source.protocol.find_source`)
-    system: str  # The server or cluster, by what does not change with its address
+    kind: str  # The name of the source (`source.protocol.find_source`)
+    system: str  # The server or cluster, by something that does not change with its address
     database: str
-    stream: str  # Our place in it: the name of the slot, say
+    stream: str  # Our place in it, such as the name of the slot
     instance: str  # A random name of this pipeline, to recognise its own connections after a crash
-    created: int  # The commit where the stream began; 0 during creation
-    details: dict[str, Any] = field(default_factory=dict)  # What else must stay the same. Only the source reads it
+    created: int  # The commit where the stream began; 0 while it is being created
+    details: dict[str, Any] = field(default_factory=dict)  # What else must not change. Only the source reads it
 
     @property
     def key(self) -> str:
-        """Identifies the pipeline's source, wherever the database has moved."""
+        """Identifies the pipeline's source, even if the database has moved."""
         return f"{self.kind}/{self.stream}"
 
     @property
     def title(self) -> str:
-        """What is captured, for people."""
+        """The name of the source, for people."""
         return f"{'slot ' if self.kind == 'postgres' else ''}{self.stream} of database {self.database}"
 
 
 class StateDir:
-    """Paths and identity of one state directory."""
+    """The paths and the identity of one state directory."""
 
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()
@@ -94,8 +94,8 @@ class StateDir:
         self.identity_lock = self.path / "identity.lock"
 
     def create(self) -> list[Path]:
-        """Create the directory, readable only by its owner, and missing parents; returns what was created. Raises StateError
-        if it cannot."""
+        """Create the directory and its missing parents, readable only by the owner. Returns the folders it created.
+        Raises StateError on failure."""
         try:
             made = _make_folders(self.path)
             for folder in (self.spool, self.acks, self.checkpoints):
@@ -113,29 +113,33 @@ class StateDir:
 
     @contextlib.contextmanager
     def claim(self, lock: Lock, timeout_s: float) -> Iterator[bool]:
-        """Create the directory if needed, and take one of its locks; False if another process holds it. If the block raises,
-        a directory created here that belongs to nobody is removed while the lock is held. The caller releases the lock."""
+        """Create the directory if needed and take one of its locks; False if another process holds it. The caller
+        releases the lock.
+
+        If the block raises and the directory was created here and still has no identity, it is removed while the lock
+        is held.
+        """
         for left in reversed(range(10)):
             try:
                 made = self.create()
                 taken = lock.acquire(timeout_s) is not None
                 break
-            except (FileNotFoundError, StateError) as error:  # removed by another process that failed to start?
+            except (FileNotFoundError, StateError) as error:  # another process that failed to start may have removed it
                 gone = isinstance(error, FileNotFoundError) or isinstance(error.__cause__, FileNotFoundError)
                 if not gone or not left:
                     raise
         try:
             yield taken
         except BaseException:
-            if self.path in made and taken and not self.identity_file.exists():  # else another process has begun in it
+            if self.path in made and taken and not self.identity_file.exists():  # otherwise another process uses it
                 shutil.rmtree(self.path, ignore_errors=True)
-                with contextlib.suppress(OSError):  # what is not empty is needed
+                with contextlib.suppress(OSError):  # folders that are not empty are in use
                     for folder in made[-2::-1]:
                         folder.rmdir()
             raise
 
     def identity(self) -> Identity | None:
-        """Who the directory belongs to; None for a new one."""
+        """The identity of the directory; None if it is new."""
         raw = read_json(self.identity_file)
         if raw is None:
             return None
@@ -148,7 +152,7 @@ class StateDir:
         return Identity(**raw)
 
     def forget_slot(self) -> None:
-        """Remove what a new slot starts afresh. Locks, logs and acks stay."""
+        """Remove the state that belongs to the old slot. Locks, logs and acks stay."""
         for name in _OF_THE_SLOT:
             path = self.path / name
             if path.is_dir():
@@ -157,7 +161,8 @@ class StateDir:
                 path.unlink(missing_ok=True)
 
     def check_whole(self) -> None:
-        """Raise StateError after an interrupted `pgcdc resync`: half of the state belongs to a slot that is gone."""
+        """Raise StateError after an interrupted `pgcdc resync`, when half of the state belongs to a slot that no longer
+        exists."""
         if self.resync_note.exists():
             raise StateError(
                 f"a resync of {self.path} was begun and is not finished",
@@ -165,7 +170,7 @@ class StateDir:
             )
 
     def save_identity(self, identity: Identity) -> None:
-        """Record who the directory belongs to, durably."""
+        """Record the directory's identity durably."""
         write_json_durably(self.identity_file, {"format": FORMAT, **asdict(identity)})
 
 
@@ -180,16 +185,18 @@ def _make_folders(path: Path) -> list[Path]:
 
 
 class Lock:
-    """An advisory lock on a file, freed by the kernel when its process dies."""
+    """An advisory lock on a file. The kernel releases it when its process dies."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: IO[str] | None = None
-        self.previous: dict[str, Any] = {}  # What the last holder wrote, if it was killed; known when the lock is taken
+        self.previous: dict[str, Any] = {}  # What the last holder wrote, if it was killed; set when the lock is taken
 
     def acquire(self, timeout_s: float = 0.2) -> dict[str, Any] | None:
-        """Take the lock; None if another process holds it, else what a killed last holder wrote. The timeout is not 0,
-        because `holder` takes the lock for a moment to see whether it is free."""
+        """Take the lock; None if another process holds it, otherwise what a killed last holder wrote.
+
+        The timeout is not 0 because `holder` briefly takes the lock to see whether it is free.
+        """
         deadline = time.monotonic() + timeout_s
         while (file := self._try()) is None:
             if time.monotonic() > deadline:
@@ -207,7 +214,7 @@ class Lock:
         file = open(self._path, "a+")  # noqa: SIM115 - open as long as the lock is held
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if is_at(self._path, file.fileno()):  # else it was removed with a directory that failed to start
+            if is_at(self._path, file.fileno()):  # otherwise removed with a directory that failed to start
                 return file
         except BlockingIOError:
             pass
@@ -215,7 +222,7 @@ class Lock:
         return None
 
     def write(self, content: dict[str, Any]) -> None:
-        """Record the holder in the file."""
+        """Write the holder's details into the file."""
         assert self._file is not None
         self._file.seek(0)
         self._file.truncate()
@@ -230,7 +237,7 @@ class Lock:
 
     @staticmethod
     def holder(path: Path) -> dict[str, Any] | None:
-        """What the holder wrote; None if nobody holds the lock."""
+        """The details that the holder wrote; None if nobody holds the lock."""
         try:
             with open(path) as file:
                 try:
@@ -264,14 +271,14 @@ def is_alive(pid: int) -> bool:
 
 
 def open_log(path: Path) -> IO[bytes]:
-    """A log file to append to; a large one becomes `.1` first."""
+    """Open a log file for appending. A large one is renamed to `.1` first."""
     if path.exists() and path.stat().st_size > LOG_BYTES:
         os.replace(path, path.with_name(f"{path.name}.1"))
     return open(path, "ab")
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file; None if there is none. Raises StateError if it is damaged."""
+    """The content of a JSON file; None if it does not exist. Raises StateError if it is damaged."""
     try:
         return json.loads(path.read_text())
     except FileNotFoundError:
@@ -281,7 +288,7 @@ def read_json(path: Path) -> Any:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Replace a JSON file atomically; a crash of the machine may lose it."""
+    """Replace a JSON file atomically. The new content may be lost if the machine crashes."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with explain_writing(path):
         temporary.write_text(json.dumps(content))
@@ -289,13 +296,13 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def write_json_durably(path: Path, content: Any) -> None:
-    """Replace a JSON file atomically; when this returns, it survives a crash of the machine."""
+    """Replace a JSON file atomically. On return it survives a crash of the machine."""
     write_durably(path, json.dumps(content).encode())
 
 
 def write_durably(path: Path, content: bytes, like: os.stat_result | None = None) -> None:
-    """Replace a file atomically; when this returns, it survives a crash of the machine. `like`: always with that file's mode
-    and, if permitted, owner."""
+    """Replace a file atomically. On return it survives a crash of the machine. `like`: use the mode of that file and,
+    if permitted, its owner."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with explain_writing(path):
         with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, 0o600 if like else 0o666)) as file:
@@ -312,7 +319,7 @@ def write_durably(path: Path, content: bytes, like: os.stat_result | None = None
 
 @contextlib.contextmanager
 def explain_writing(path: Path) -> Iterator[None]:
-    """Turns an OSError of writing a file into StateError."""
+    """Turn an OSError while writing a file into a StateError."""
     try:
         yield
     except OSError as error:
@@ -323,7 +330,7 @@ def explain_writing(path: Path) -> Iterator[None]:
 
 
 def write_all(descriptor: int, data: memoryview) -> int:
-    """Write all of `data`, in as many writes as needed; returns the number of bytes."""
+    """Write all of `data`, in as many writes as needed. Returns the number of bytes."""
     total = len(data)
     while data:
         data = data[os.write(descriptor, data) :]
@@ -338,17 +345,17 @@ def fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-# --- append-only files of JSON lines, each with a checksum: a line that a crash left half-written does not count
+# --- append-only files of JSON lines, each with a checksum: a line half-written by a crash is ignored
 
 
 def encode_line(record: dict[str, Any]) -> bytes:
-    """One line: a checksum and the record."""
+    """Encode a record as one line with a checksum."""
     text = json.dumps(record, separators=(",", ":")).encode()
     return b"%08x %s\n" % (zlib.crc32(text), text)
 
 
 def decode_lines(data: bytes) -> Iterator[tuple[dict[str, Any], int]]:
-    """The sound lines at the start of `data`, each with its size in bytes."""
+    """The valid lines at the start of `data`, each with its size in bytes."""
     for line in data.splitlines(keepends=True):
         crc, _, text = line.rstrip(b"\n").partition(b" ")
         if not line.endswith(b"\n") or crc != b"%08x" % zlib.crc32(text):
@@ -357,7 +364,7 @@ def decode_lines(data: bytes) -> Iterator[tuple[dict[str, Any], int]]:
 
 
 def append_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
-    """Append records, durably: when this returns, they survive a crash of the machine."""
+    """Append records. On return they survive a crash of the machine."""
     with explain_writing(path):
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
@@ -369,7 +376,7 @@ def append_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """All records, for the file's writer: cuts off a half-written last line."""
+    """Read all records and cut off a half-written last line. Only for the file's writer."""
     if not path.exists():
         return []
     found = list(decode_lines(path.read_bytes()))
