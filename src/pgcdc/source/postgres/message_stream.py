@@ -1,5 +1,5 @@
-"""The capture's batches as one ordered stream of typed messages. For programs that look at single changes: a message is a
-Python object, where a batch is columns."""
+"""The capture's batches as one ordered stream of typed messages. For programs that look at single changes: each message
+is a Python object, whereas a batch is columns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class Unchanged(Enum):
-    """Stands for a value that PostgreSQL did not send: TOAST that the update left as it was."""
+    """Stands for a value that PostgreSQL did not send: TOAST that the update did not change."""
 
     UNCHANGED = "unchanged"
 
@@ -30,12 +30,12 @@ Values = dict[str, str | Literal[Unchanged.UNCHANGED] | None]
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What every message has, from its transaction."""
+    """Fields of every message, taken from its transaction."""
 
     kind: ClassVar[str]
-    lsn: int  # Where the transaction ends: what `send_feedback` takes at its Commit
-    time: datetime | None  # When it was committed; None: a logical message outside of transactions
-    origin: str  # Where it was replicated from; empty: it was made at this server
+    lsn: int  # Where the transaction ends: pass it to `send_feedback` at its Commit
+    time: datetime | None  # The commit time; None: a logical message outside transactions
+    origin: str  # The server it was replicated from; empty: the change was made on this server
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +48,14 @@ class Begin(Message):
 
 @dataclass(frozen=True, slots=True)
 class Commit(Message):
-    """Everything of the transaction has been handed out."""
+    """Every message of the transaction has been returned."""
 
     kind = "commit"
 
 
 @dataclass(frozen=True, slots=True)
 class Relation(Message):
-    """A table, before its first change and before the first change in another shape."""
+    """A table's shape: comes before its first change, and again before the first change in another shape."""
 
     kind = "relation"
     id: int  # Its oid
@@ -74,13 +74,13 @@ class Change(Message):
     namespace: str
     table: str
     new: Values | None
-    old: Values | None  # As far as PostgreSQL sent it: by the table's replica identity
-    number: int  # In its transaction, from 1: (lsn, number) never changes
+    old: Values | None  # As far as PostgreSQL sent it, which depends on the table's replica identity
+    number: int  # Its number in the transaction, from 1: (lsn, number) never changes
 
 
 @dataclass(frozen=True, slots=True)
 class LogicalMessage(Message):
-    """What `pg_logical_emit_message` wrote."""
+    """A message written with `pg_logical_emit_message`."""
 
     kind = "message"
     prefix: str
@@ -89,7 +89,7 @@ class LogicalMessage(Message):
 
 @dataclass(frozen=True, slots=True)
 class Sentinel(Message):
-    """A marker that somebody put into the stream: everything committed before it has come before it."""
+    """A marker written to the stream: everything committed before it has already arrived."""
 
     kind = "sentinel"
     id: str
@@ -97,8 +97,8 @@ class Sentinel(Message):
 
 def typed_messages(batches: Iterable[CaptureBatch]) -> Iterator[Message]:
     """The messages of consecutive batches. A transaction in several batches has one Begin and one Commit."""
-    told: dict[int, Shape] = {}  # The shape of each table that was handed out last
-    begun = 0  # The transaction that was begun last
+    told: dict[int, Shape] = {}  # The last shape returned for each table
+    begun = 0  # The last transaction that was begun
     for batch in batches:
         rows = iter(batch.data.to_pylist())
         for owner in batch.transactions.to_pylist():

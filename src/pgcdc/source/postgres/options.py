@@ -35,7 +35,7 @@ def check_age(server_version: int) -> None:
 
 
 def pair_of(base_name: str) -> tuple[str, str]:
-    """The names of our two publications (`setup/publications.py`)."""
+    """The names of the two publications we create (`setup/publications.py`)."""
     return base_name, f"{base_name}_inserts"
 
 
@@ -61,7 +61,7 @@ class WireOptions(Options):
 
     @property
     def streams(self) -> bool:
-        """Whether to request large transactions while they run. Not by default with `messages`: the server does not say
+        """Whether to request large transactions while they run. Off by default with `messages`: the server does not say
         which subtransaction a message in such a transaction belongs to, so messages of a rolled-back savepoint look
         committed."""
         return not self.messages if self.streaming is None else self.streaming
@@ -133,7 +133,7 @@ class PostgresOptions(SourceOptions, Selection, WireOptions, ToastOptions):
     )
     accept_publication: bool = setting(False, "Go on with a publication that was narrowed on purpose.", TABLES)
 
-    # --- the rows that are there
+    # --- existing rows
 
     snapshot_mode: SnapshotMode | None = setting(
         None, "Existing rows: initial, never, always or initial_only. (default: initial, new slots)", SNAPSHOTS,
@@ -156,7 +156,7 @@ class PostgresOptions(SourceOptions, Selection, WireOptions, ToastOptions):
         return self if self.db else self.but(db=os.environ.get("PGCDC_DB", ""))
 
     def require_db(self) -> str:
-        """The database URL, which is required by now."""
+        """The database URL, which must be set by now."""
         if not self.db:
             raise ConfigError(
                 "no database is given on this host",
@@ -180,7 +180,7 @@ class PostgresOptions(SourceOptions, Selection, WireOptions, ToastOptions):
 
     @property
     def uses_existing(self) -> bool:
-        """The publication is the user's: it is only read."""
+        """The publication belongs to the user: we only read it."""
         return bool(self.publication) and not self.names_tables
 
     @property
@@ -192,18 +192,18 @@ class PostgresOptions(SourceOptions, Selection, WireOptions, ToastOptions):
 
     @property
     def has_selection(self) -> bool:
-        """Whether it selects any tables."""
+        """Whether these options select any tables."""
         return bool(self.publication) or self.names_tables
 
     @property
     def effective_snapshot_mode(self) -> str:
-        """The given mode; by default a new slot gets the existing rows, if it is known which they are."""
+        """The given mode. By default a new slot gets the existing rows, unless it is temporary or `start_from` is given."""
         given = self.snapshot_mode or ("initial" if self.snapshot_first else None)
         return given or ("never" if self.temporary_slot or self.start_from else "initial")
 
     @property
     def is_snapshot_only(self) -> bool:
-        """The stream is never read: only the rows of the initial snapshot are wanted."""
+        """The stream is never read: the user wants only the rows of the initial snapshot."""
         return self.effective_snapshot_mode == "initial_only"
 
     def conflicts(self) -> Iterator[Conflict]:
@@ -236,7 +236,7 @@ class PostgresOptions(SourceOptions, Selection, WireOptions, ToastOptions):
             )
 
     def _alias_conflicts(self) -> Iterator[Conflict]:
-        """A flag and its alias, both given."""
+        """A flag and its alias that were both given."""
         for alias, meaning in self.spark_hidden.items():
             for name, value in meaning.items():
                 said, given, flag = getattr(self, alias), getattr(self, name), f"--{name.replace('_', '-')}"
@@ -247,7 +247,7 @@ class PostgresOptions(SourceOptions, Selection, WireOptions, ToastOptions):
                     yield Conflict((alias,), f"{alias} is off and {flag} is {value}", "Leave one of them out")
 
     def _slot_conflicts(self) -> Iterator[Conflict]:
-        """The manual's flags for what we always do are accepted, but cannot be false."""
+        """The manual has flags for things we always do: we accept them, but they cannot be false."""
         if self.persistent_slot is False and not self.temporary_slot:
             yield Conflict(
                 ("persistent_slot",),

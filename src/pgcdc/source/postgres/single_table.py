@@ -40,15 +40,15 @@ _GENERATED = {"": "", "s": "in the stream only with --generated-columns", "v": "
 
 @dataclass(frozen=True, slots=True)
 class ColumnDescription:
-    """A column of `pgcdc describe`."""
+    """A column in the output of `pgcdc describe`."""
 
     column: str
     pg_type: str  # As the database writes it: `numeric(12,2)`
     spark_type: str  # As Spark writes it: `decimal(12,2)`
     nullable: bool
-    key: str  # `primary`, `identity` (part of the replica identity, but of no primary key) or nothing
+    key: str  # `primary`, `identity` (in the replica identity, but in no primary key) or empty
     exactness: str  # `exact`, `converted` (by `rule`) or `text` (PostgreSQL's own)
-    rule: str  # How it is converted, or why it is text; and of a generated column, whether the stream has it
+    rule: str  # How it is converted, or why it stays text; for a generated column, whether the stream includes it
 
 
 @explain_errors("read the columns of the table")
@@ -113,7 +113,7 @@ def typed_columns(options: PostgresOptions, identity: Identity | None, wanted: C
         catalog = TypeCatalog.load(sql)
         ndims = {(column.name, column.type_oid): column.ndims for column in live}
         if change is not None and change.details is not None:
-            if change.details["types"]:  # those that are gone by now
+            if change.details["types"]:  # those that no longer exist
                 then = TypeCatalog.from_json(change.details["types"])
                 catalog = replace(catalog, types={**then.types, **catalog.types})
             for column, (name, oid, _) in zip(change.details["columns"], shape, strict=True):
@@ -169,7 +169,8 @@ def check_captured(url: str, identity: Identity, table: str, *, zset: bool) -> N
 
 
 def _sends_root(options: PostgresOptions, identity: Identity | None) -> bool:
-    """Whether a partitioned table is one table. A user's publication decides itself: what it lacks is found later."""
+    """Whether a partitioned table is sent as one table. A user's publication decides that itself: anything missing
+    there is found later."""
     if options.uses_existing:
         return True
     if identity is None:
@@ -178,7 +179,7 @@ def _sends_root(options: PostgresOptions, identity: Identity | None) -> bool:
 
 
 def _partitioned(table: Table) -> SourceError:
-    """The publications send the changes of partitions under the partitions' names."""
+    """The error if the publications send the changes of partitions under the partitions' names."""
     return SourceError(
         f"table {table.name} is partitioned, and its changes come under the names of its partitions",
         "Begin with a new slot and state directory, without partition_root=false (PostgreSQL 13). Or read the partitions "
@@ -188,7 +189,7 @@ def _partitioned(table: Table) -> SourceError:
 
 @explain_errors("read the replica identity")
 def _check_identity(sql: Connection, namespace: str, name: str) -> None:
-    """A Z-set retracts old rows: the server must send them."""
+    """Raise unless the server sends old rows: a Z-set retracts them."""
     rows = sql.execute(
         "SELECT n.nspname::text, c.relname::text FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace "
         "WHERE c.relreplident <> 'f' AND c.relkind = 'r' AND (c.oid = to_regclass(%s) OR c.oid IN "
@@ -204,7 +205,7 @@ def _check_identity(sql: Connection, namespace: str, name: str) -> None:
         )
 
 
-# --- the rows that it has
+# --- its existing rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +215,7 @@ class ChunkPart:
 
 
 def find_rows(options: PostgresOptions, name: str, types: TypeOptions) -> PostgresRows:
-    """The table with all its columns, generated ones too. Raises with advice if there is no such table."""
+    """The table with all its columns, including generated ones. Raises with advice if there is no such table."""
     url = options.resolved().require_db()
     with connect(url, may_retry=False) as conn, explain_errors("read the columns of the table"):
         table = find_table(read_tables(conn), name, "option table")
@@ -226,9 +227,9 @@ def find_rows(options: PostgresOptions, name: str, types: TypeOptions) -> Postgr
 
 @dataclass(frozen=True, slots=True)
 class PostgresRows:
-    """A table as it is now, as `source.protocol.TableRows` says."""
+    """The current rows of a table; implements `source.protocol.TableRows`."""
 
-    options: PostgresOptions  # As given: secrets come from the environment, on each host
+    options: PostgresOptions  # As given: each host takes secrets from its own environment
     table: Table
     columns: tuple[TypedColumn, ...]
     key: tuple[str, ...]
@@ -246,7 +247,7 @@ class PostgresRows:
             count = wanted.partitions or choose_count(table_bytes(conn, self.table), os.cpu_count() or 1)
             if count == 1 and not wanted.held:
                 return [ChunkPart([whole_table(self.table)])]
-            # What was planned before the snapshot must hold in it: otherwise rows would be missing unnoticed.
+            # Everything planned before the snapshot must be true in it: otherwise rows would be missing unnoticed.
             files = wanted.files or files_text(conn, self.table)
             chunks = plan_chunks(conn, self.table, count=count)
             if wanted.held:
@@ -282,7 +283,7 @@ class PostgresRows:
 
 
 def choose_count(nbytes: int, cores: int) -> int:
-    """How many tasks to use: enough for small results of each, and for all cores if there is enough to read."""
+    """How many tasks to use: enough to keep each result small, and enough for all cores if there is much to read."""
     return max(1, -(-nbytes // PARTITION_BYTES), min(cores, nbytes // SMALL_PARTITION_BYTES))
 
 

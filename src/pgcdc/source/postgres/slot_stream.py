@@ -1,6 +1,7 @@
-"""The changes of a slot: from its replication stream and its tables to batches for the spool. One object, no threads: the
-replication socket, an ordinary connection that notices a server shutdown, and the processes that read snapshots. Output is
-in spool order: changes of the stream, and snapshot rows between them, each where it was released."""
+"""The changes of a slot: from its replication stream and its tables to batches for the spool. One object without
+threads: it uses the replication socket, an ordinary connection that notices a server shutdown, and the processes that
+read snapshots. Output is in spool order: changes of the stream, with snapshot rows between them where they were
+released."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ TARGET_POLL_S = 0.05
 
 
 class PostgresStream:
-    """The changes of one slot, as `source.protocol.ChangeStream` says."""
+    """The changes of one slot; implements `source.protocol.ChangeStream`."""
 
     def __init__(self, options: PostgresOptions, state: StateDir, spool: SpoolWriter, consumers: Consumers) -> None:
         identity = state.identity()
@@ -54,7 +55,7 @@ class PostgresStream:
         publications = self._publications = SlotDetails.of(identity).names
         self._consumers = consumers
         self._relations = spool.relations
-        self._end = spool.end  # The end of what was handed out: as in the spool
+        self._end = spool.end  # The end of the returned batches, the same as in the spool
         self._name = f"pgcdc {identity.instance}"
         self._selector = selectors.DefaultSelector()
         self._snapshots = Snapshots(options, publications, state, consumers.base, f"{self._name} chunks")
@@ -82,9 +83,10 @@ class PostgresStream:
         self._clock = Clock()
         self._sql: Connection | None = None
         self._sql_fd = self._stream_fd = -1
-        self._pieces: Iterator[CaptureBatch] | None = None  # What is being handed out
+        self._pieces: Iterator[CaptureBatch] | None = None  # The batches being returned
         self._unspooled: CaptureBatch | None = None
-        """Read, but not handed out: the connection was lost while asking the catalog about its shapes."""
+        """A batch that was read but not returned: the connection was lost while its shapes were looked up in the
+        catalog."""
         self._busy_since: float | None = None
         self._target_lsn, self._check_due, self._target_due = 0, 0.0, 0.0
         self.phase = "starting"
@@ -99,7 +101,7 @@ class PostgresStream:
 
     @property
     def _is_waiting_for_rows(self) -> bool:
-        """Whether the initial snapshot comes first, and is running."""
+        """Whether the initial snapshot comes first and is still running."""
         return self._snapshots.holds_stream and self._sql is not None
 
     def fileno(self) -> int:
@@ -127,7 +129,7 @@ class PostgresStream:
         return 0.0
 
     def _wait_for_slot(self, error: SlotBusy) -> float:
-        """A slot still held by our own walsender (we crashed) is free after wal_sender_timeout at the latest."""
+        """A slot still held by our own walsender (we crashed) becomes free after wal_sender_timeout at the latest."""
         now = time.monotonic()
         self._busy_since = self._busy_since or now
         assert self._sql is not None
@@ -138,7 +140,7 @@ class PostgresStream:
         return 0.2
 
     def lose(self) -> None:
-        """At once: an unflushed client blocks a fast shutdown of the server."""
+        """Close immediately: an unflushed client blocks a fast shutdown of the server."""
         self._pieces = None
         self._unregister_stream()
         self._beside.lose()
@@ -158,13 +160,13 @@ class PostgresStream:
         self._selector.close()
 
     def _watch_sql(self) -> None:
-        """Unexpected input on the ordinary connection: the server is shutting down or gone."""
+        """Unexpected input on the ordinary connection means that the server is shutting down or gone."""
         assert self._sql is not None
         with lost_on_error():
             self._sql.pgconn.consume_input()
 
     def _listen(self, may_read: bool) -> None:
-        """Watch the sockets; the stream's only while it is read."""
+        """Watch the sockets; the stream's only while it is being read."""
         if not self._capture.is_connected or not may_read:
             self._unregister_stream()
         elif self._stream_fd < 0:
@@ -179,7 +181,7 @@ class PostgresStream:
             self._selector.unregister(self._stream_fd)
             self._stream_fd = -1
 
-    # --- changes, and rows of snapshots between them
+    # --- changes, and snapshot rows between them
 
     @property
     def reached(self) -> int:
@@ -208,7 +210,7 @@ class PostgresStream:
     def _begin(self, may_read: bool, drain: bool) -> bool:
         """Choose what comes next; False if nothing is available."""
         if self._to_replay and self._sql is not None and self._to_replay[0].follows(self._end):
-            # A release right behind the spool's end needs no batch of the stream first.
+            # A release directly after the spool's end needs no batch of the stream first.
             self._pieces = self._released()
             return True
         self.is_drained = True
@@ -230,7 +232,7 @@ class PostgresStream:
         return True
 
     def _split(self, batch: CaptureBatch) -> Iterator[CaptureBatch]:
-        """The part of a batch before the next release, and the release. The rest comes next."""
+        """The part of a batch before the next release, then the release. The rest follows later."""
         before, rest = split_batch(batch, self._to_replay[0].commit)
         if before is not None:
             yield from self._finish(before)
@@ -249,8 +251,8 @@ class PostgresStream:
         self._reloads.released(release)
 
     def _finish(self, batch: CaptureBatch, *, is_addressed: bool = False) -> Iterator[CaptureBatch]:
-        """The batch for the spool. ConnectionLost: it may come again. Rows for some adapters only are no state of the
-        stream: they have their long values, and a cache must not see older ones."""
+        """The batch for the spool. On ConnectionLost it may be passed again. Rows for some adapters only are not part
+        of the stream's state: they have their long values, and a cache must not see older ones."""
         assert self._sql is not None
         self._shapes.observe(batch, self._sql)
         if is_addressed:
@@ -258,7 +260,7 @@ class PostgresStream:
         else:
             yield from self._toast.resolve(batch, self._sql)
 
-    # --- beside the changes
+    # --- work besides the changes
 
     def tend(self, needed: int, *, may_work: bool) -> float:
         now = time.monotonic()
@@ -279,7 +281,7 @@ class PostgresStream:
         if release is not None:
             self._to_replay.append(release)
             self.is_drained = False
-        # Somebody waits for it, or it was put behind an idle position: do not wait for the next report of progress.
+        # Somebody is waiting for it, or it was placed after an idle position: do not wait for the next progress report.
         replayed = self._to_replay[-1].commit if self._to_replay else 0
         self._aim_at(max(self._beside.target_lsn, self._reloads.target_lsn, self._marks.target_lsn, needed, replayed))
         rest_s = TARGET_POLL_S if self._is_behind_target or self._snapshots.is_first else 0.5
@@ -298,7 +300,7 @@ class PostgresStream:
         return self._target_lsn > self._capture.handed_out_lsn
 
     def _aim_at(self, lsn: int) -> None:
-        """Report progress up to here at once."""
+        """Report progress up to here without waiting for the interval."""
         self._target_lsn = self._capture.target_lsn = max(self._target_lsn, lsn)
 
     def target(self) -> int:
@@ -312,7 +314,7 @@ class PostgresStream:
         return self._target_lsn
 
     def clock(self) -> tuple[int, int]:
-        """The last reading that was reached; requests the next one."""
+        """The last reading that was reached. Also requests the next one."""
         self._clock.see(self._capture.handed_out_lsn)
         if self._sql is not None:
             with lost_on_error():
@@ -325,7 +327,7 @@ class PostgresStream:
 
     @property
     def confirmed(self) -> int:
-        """Less than what is acknowledged while a prepared transaction is undecided."""
+        """Less than the acknowledged position while the outcome of a prepared transaction is open."""
         acked, told = self._consumers.confirmed_lsn, self._capture.confirmed_lsn
         return min(acked, told) if self._capture.is_connected and told else acked
 
@@ -350,7 +352,7 @@ class PostgresStream:
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         if request["do"] == "sentinel":
             if self._sql is not None and not self._sentinels.has(request["id"]):
-                self._watch.look(self._sql, at_once=True)  # DDL that came before it stands before it
+                self._watch.look(self._sql, at_once=True)  # earlier DDL then precedes it
             position = self._sentinels.ask(request["id"], self._sql)
             return {"position": position and str(position)}
         return self._snapshots.answer(request, self._sql)

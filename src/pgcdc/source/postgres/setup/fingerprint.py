@@ -1,11 +1,11 @@
-"""What must stay the same in the publications for the stream to have no gap.
+"""What must stay the same in the publications so that the stream has no gap.
 
-A row of `pg_publication_rel` is never updated: a table that is removed and added again, or gets another row filter or column
-list, has a new row with a new oid. So these oids tell whether a table was a member all the time, in the same way
-(`pg_publication_namespace`, for schemas, likewise). Reading them is one light query.
+A row of `pg_publication_rel` is never updated: a table that is removed and added again, or gets another row filter or
+column list, has a new row with a new oid. So these oids show whether a table has been a member all along, with the same
+settings (`pg_publication_namespace` does the same for schemas). Reading them takes one cheap query.
 
-A dropped table has no changes to miss. But if another table now has its name, the user means that one. So the names of
-members are kept too, those of dropped tables until they come back.
+A dropped table has no changes to miss. But if another table now has its name, the user means that one. So we also keep
+the names of members; those of dropped tables are kept until a table with that name is a member again.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from pgcdc.source.postgres.options import PostgresOptions
 Fingerprint = list[dict[str, Any]]  # One entry for each publication, as JSON
 
 OWNED = "managed by pgcdc for slot "
-"""The comment of our publications, before the slot's name: only its pipeline may alter them."""
+"""The start of the comment on our publications; the slot's name follows. Only that slot's pipeline may alter them."""
 OPERATIONS = ("insert", "update", "delete", "truncate")
 SCHEMAS_SINCE = 150000
 
 
 @dataclass(frozen=True, slots=True)
 class SlotDetails:
-    """An identity's details of a slot that nobody else reads."""
+    """The slot's details in an identity. Only this source reads them."""
 
     timeline: int
-    publications: Fingerprint  # At our last look, to notice when they are dropped or narrowed
-    asked: dict[str, Any]  # The selection at the last start; it names no tables if the publication is the user's
+    publications: Fingerprint  # As of our last look, to notice when they are dropped or narrowed
+    asked: dict[str, Any]  # The selection at the last start; it names no tables if the publication belongs to the user
     planned: Fingerprint | None = None
-    """What we are about to make: after a crash the publications match `publications` or this."""
+    """The change we are about to make: after a crash, the publications match either `publications` or this."""
 
     @classmethod
     def of(cls, identity: Identity) -> SlotDetails:
-        """The details of this identity. Raises GapError for another source's."""
+        """The details in this identity. Raises GapError if it belongs to another source."""
         if identity.kind != PostgresOptions.kind:
             raise GapError(
                 f"this state directory belongs to a source of kind {identity.kind}, not {PostgresOptions.kind}",
@@ -49,7 +49,7 @@ class SlotDetails:
         return cls(**identity.details)
 
     def put_into(self, identity: Identity, **changes: Any) -> Identity:
-        """The identity with these details, some changed."""
+        """The identity with these details, with some changes."""
         return replace(identity, details=asdict(replace(self, **changes)))
 
     @property
@@ -57,13 +57,13 @@ class SlotDetails:
         return tuple(item["name"] for item in self.publications)
 
     def as_before(self, options: PostgresOptions) -> PostgresOptions:
-        """The options with what the slot already captures: for joining it."""
+        """The options with what the slot already captures, for joining its capture."""
         asked = self.selection
         return options.but(**(dict(asked) if asked.names_tables else {"publication": self.names[0]}))
 
     @property
     def selection(self) -> Selection:
-        """The last selection. If it is open, one table in place of another is normal."""
+        """The last selection. If it is open, one table replacing another is normal."""
         return Selection.model_validate(self.asked)
 
 
@@ -94,7 +94,7 @@ def check_identity(known: Identity, system: str, timeline: int, database: str, s
 
 
 class Narrowed(GapError):
-    """A publication sends less than before, or differently. The user may accept that."""
+    """A publication sends less than before, or something different. The user may accept that."""
 
 
 _ADVICE = (
@@ -134,7 +134,7 @@ Existing = Mapping[tuple[str, int], str]
 
 @explain_errors("read the publications")
 def read_fingerprint(conn: Connection, names: Sequence[str]) -> Fingerprint:
-    """The current publications of these names; missing ones are left out."""
+    """The current publications with these names; missing ones are omitted."""
     query = _READ.format(schemas=_SCHEMAS if conn.info.server_version >= SCHEMAS_SINCE else "'{}'::int8[]")
     found = {
         name: {
@@ -157,8 +157,9 @@ def read_fingerprint(conn: Connection, names: Sequence[str]) -> Fingerprint:
 def check_unchanged(
     conn: Connection, known: Fingerprint, planned: Fingerprint | None = None, *, is_open: bool = False
 ) -> Fingerprint:
-    """The current fingerprint, which may have more than the known one. Raises GapError if it has less. `planned` is an
-    interrupted change of ours, done or not. With `is_open` we add new tables anyway: one in place of another is no gap."""
+    """The current fingerprint, which may contain more than the known one. Raises GapError if it contains less.
+    `planned` is an interrupted change of ours, which may or may not have been applied. With `is_open` new tables are
+    added anyway: one table replacing another is no gap."""
     now = read_fingerprint(conn, [item["name"] for item in known])
     for expected in (planned, known):
         if expected is None:
@@ -184,7 +185,8 @@ def _existing(conn: Connection, old: Fingerprint, now: Fingerprint) -> Existing:
 
 @explain_errors("read the tables")
 def _follow_names(conn: Connection, old: Fingerprint, now: Fingerprint) -> Narrowed | None:
-    """The gap if an unpublished table has a member's name. Else keeps the names of dropped tables in `now`."""
+    """The gap, if a table that is not published has the name of a member. Otherwise keeps the names of dropped tables
+    in `now`."""
     current = {item["name"]: item for item in now}
     moved = {
         (schema, table): (item["name"], oid)
@@ -215,7 +217,7 @@ def _follow_names(conn: Connection, old: Fingerprint, now: Fingerprint) -> Narro
 
 
 def forget_dropped(known: Fingerprint) -> Fingerprint:
-    """Without the names of dropped tables: a new choice of tables does not miss them."""
+    """Without the names of dropped tables: after a new choice of tables they are not missed."""
     members = [{str(oid) for oid, _ in item["tables"]} for item in known]
     return [
         {**item, "names": {oid: name for oid, name in item["names"].items() if oid in kept}}
@@ -224,7 +226,7 @@ def forget_dropped(known: Fingerprint) -> Fingerprint:
 
 
 def compare(old: Fingerprint, now: Fingerprint, existing: Existing) -> GapError | None:
-    """The gap between two fingerprints, if any. Additions and dropped tables are none."""
+    """The gap between two fingerprints, if any. Added tables and dropped tables are no gap."""
     current = {item["name"]: item for item in now}
     for before in old:
         name, after = before["name"], current.get(before["name"])
@@ -241,7 +243,7 @@ def compare(old: Fingerprint, now: Fingerprint, existing: Existing) -> GapError 
 
 
 def _narrowed(before: dict[str, Any], after: dict[str, Any], existing: Existing) -> Iterator[tuple[str, str]]:
-    """What a publication no longer sends as before, and the setting that restores it."""
+    """What a publication no longer sends as it did, and the setting that restores it."""
     name = before["name"]
     if lost := [operation for operation in before["publish"] if operation not in after["publish"]]:
         message = f"publication {name} no longer publishes {', '.join(lost)}: such changes were not sent since then"

@@ -1,5 +1,5 @@
-"""What changes on the server while we capture: slot and publications (checked when connecting, and every few seconds),
-tables' shapes (recorded before their rows become visible), and the time."""
+"""Watches what changes on the server while we capture: the slot and publications (checked on connecting, and every few
+seconds), tables' shapes (recorded before their rows become visible), and the time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from pgcdc.spool.segment import CaptureBatch
 
 @contextmanager
 def lost_on_error() -> Iterator[None]:
-    """Also a decorator: a psycopg error on a connection that worked before means that it is lost."""
+    """A psycopg error on a connection that worked before means that the connection is lost. Also works as a decorator."""
     try:
         yield
     except Error as error:
@@ -46,17 +46,17 @@ class Guard:
         self._identity = identity
         self._consumers = consumers
         self._temporary = temporary
-        self.server_lsn = 0  # The server's WAL position at our last look
+        self.server_lsn = 0  # The server's WAL position when we last looked
         self.wal_sender_timeout_s = 60.0
 
     def check_server(self, replication: Connection) -> None:
-        """Whether a walsender belongs to the known server."""
+        """Raise unless this walsender belongs to the known server."""
         known = self._identity
         check_identity(known, *identify(replication), replication.info.dbname, known.stream)
 
     @lost_on_error()
     def check(self, sql: Connection) -> None:
-        """Whether slot and publications are unchanged. A few light queries."""
+        """Raise unless slot and publications are unchanged. Takes a few cheap queries."""
         row = sql.execute(
             "SELECT pg_current_wal_lsn() - '0/0'::pg_lsn, setting::int FROM pg_settings "
             "WHERE name = 'wal_sender_timeout'"
@@ -74,7 +74,7 @@ class Guard:
         check_not_ahead(slot, self._consumers.confirmed_lsn)
 
     def _check_publications(self, sql: Connection) -> None:
-        """Stop if they were narrowed; remember additions, so that their removal is noticed."""
+        """Raise if they were narrowed; remember additions, so that their removal is noticed."""
         lock = Lock(self._state.identity_lock)
         if lock.acquire(timeout_s=0) is None:
             return  # the driver is changing them: look again in a few seconds
@@ -89,22 +89,23 @@ class Guard:
             lock.release()
 
     def is_held_by_us(self, sql: Connection) -> bool:
-        """Whether the slot's reader is our own walsender from before a crash (or has just gone)."""
+        """Whether the slot's reader is our own walsender from before a crash (or one that has just ended)."""
         slot = get_slot(sql, self._identity.stream)
         return slot is None or slot.reader in (None, f"pgcdc {self._identity.instance}")
 
 
 # --- how far time has come
 #
-# Queries need this to close windows while nothing happens: a server time, and an LSN behind which nothing was
-# committed before that time. A keepalive's time would not do: a lagging walsender sends the present time,
-# and commits of the past would still follow.
+# Queries need this to close windows while nothing happens: a server time, and an LSN after which nothing was committed
+# before that time. The time in a keepalive is not suitable: a lagging walsender sends the current time although earlier
+# commits are still to come.
 
 _TIME = "SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::int8"
 _PLACE = "SELECT pg_current_wal_insert_lsn() - '0/0'::pg_lsn, current_setting('wal_block_size')::int8"
 _PAGE_HEADERS = (24, 40)
 MARGIN_US = 1_000_000
-"""A commit takes its time a moment before its place in the WAL (some milliseconds were seen): report that much earlier."""
+"""A commit takes its time slightly before its place in the WAL (a few milliseconds in practice), so we report a time
+this much earlier."""
 
 
 class Clock:
@@ -115,10 +116,10 @@ class Clock:
         self._asked: tuple[int, int] | None = None
 
     def ask(self, sql: Connection) -> int | None:
-        """Take a new reading, unless one is pending; returns the LSN to reach for it."""
+        """Take a new reading unless one is pending; returns the LSN to reach for it."""
         if self._asked is not None:
             return None
-        moment = sql.execute(_TIME).fetchone()  # before the place
+        moment = sql.execute(_TIME).fetchone()  # taken before the WAL position
         assert moment is not None
         lsn = wal_place(sql)
         self._asked = (lsn, int(moment[0]) - MARGIN_US)
@@ -134,27 +135,27 @@ def wal_place(sql: Connection) -> int:
     row = sql.execute(_PLACE).fetchone()
     assert row is not None
     lsn, page = int(row[0]), int(row[1])
-    # The next record would stand behind the header of a page that has none yet: no record ends there.
+    # The next record starts after the header of a page not yet written: no record ends inside the header.
     return lsn - lsn % page if lsn % page in _PAGE_HEADERS else lsn
 
 
 # --- shapes of tables
 #
-# Every row names the version of its relation, so a change of shape is seen exactly where it counts: at the first row that
-# has it, in commit order, whatever ALTER TABLE was rolled back. What the stream does not say (the number of a column,
-# whether it may be null, what a type is called) is asked of the catalog at that moment. What no row tells, a mark of the
-# watch does (`setup/watch.py`): it has the shape of its table, and what the catalog said about it.
+# Every row names the version of its relation, so a change of shape is seen exactly where it matters: at the first row
+# that has it, in commit order, whatever ALTER TABLE was rolled back. What the stream does not say (column numbers,
+# whether a column may be null, the name of a type) is read from the catalog at that moment. What no row shows, a mark
+# of the watch does (`setup/watch.py`): it has the shape of its table and the catalog's description of it.
 
 
 _Seen = tuple[Position, int, Relation]
-"""A shape where it first shows, with the transaction; 0: it was no transaction."""
+"""A shape at its first appearance, with its transaction; 0: outside a transaction."""
 
 
 class ShapeObserver:
-    """Sees every batch in commit order. After a crash it sees batches again, and does not record twice."""
+    """Sees every batch in commit order. After a crash it sees batches again, but records each change only once."""
 
     def __init__(self, path: Path, resume: Position, publications: Sequence[str] = ()) -> None:
-        """The stream resumes at `resume`, with the history's shapes in force there."""
+        """The stream resumes at `resume`, and the shapes in force there come from the history."""
         cut_tail(path)
         self._path, self._publications = path, publications
         self._history = ShapeHistory(path)
@@ -164,13 +165,13 @@ class ShapeObserver:
             self._current[change.after.oid] = change
         self._in_force: set[int] = set()  # current versions, as far as seen
         self.on_mark: Callable[[Relation, Relation], object] = lambda before, after: None
-        """A mark gave a table another shape."""
+        """Called when a mark gives a table another shape."""
         self.changes = sum(change.before is not None for change in self._history.changes)
-        """Shape changes since the state directory began, without first sightings of tables."""
+        """Number of shape changes since the state directory was created, not counting first sightings of tables."""
 
     def observe(self, batch: CaptureBatch, sql: Connection) -> None:
-        """Record durably which tables change shape in this batch. Raises ConnectionLost if the catalog is out of reach:
-        nothing has happened then, and the batch may come again."""
+        """Durably record which tables change shape in this batch. Raises ConnectionLost if the catalog is unreachable:
+        then nothing has happened, and the batch may be passed again."""
         if batch.part is None:
             return
         rows = batch.data if batch.part.batch is None else pa.Table.from_batches([batch.part.batch])
@@ -180,7 +181,7 @@ class ShapeObserver:
         versions = [version for version in pc.unique(rows.column("relation")).to_pylist() if version >= 0]
         if self._in_force.issuperset(versions):
             return
-        # The rows at which a table's shape changes, in order, and the versions that are in force at the end.
+        # The rows at which a table's shape changes, in order, and the versions in force at the end.
         oids = {batch.relations[version].oid for version in versions if version not in self._in_force}
         mine = [version for version in versions if batch.relations[version].oid in oids]
         numbers = rows.column("relation").to_numpy()
@@ -199,11 +200,12 @@ class ShapeObserver:
 
     @property
     def current(self) -> Mapping[int, ShapeChange]:
-        """The records of the shapes in force, by oid. What the catalog said may be newer than in the file."""
+        """The records of the shapes in force, by oid. Their catalog details may be newer than those in the file."""
         return self._current
 
     def is_taken(self, shape: Relation) -> bool:
-        """Whether another table has had this name since the table was last seen: it must have another one by now."""
+        """Whether another table has had this name since the table was last seen: then it must have a different name by
+        now."""
         mine = self._current.get(shape.oid)
         return mine is not None and any(
             (one.after.namespace, one.after.name) == (shape.namespace, shape.name) and one.position > mine.position
@@ -212,24 +214,24 @@ class ShapeObserver:
         )
 
     def taken(self) -> set[int]:
-        """The tables of which this is so."""
+        """The tables for which `is_taken` is true."""
         owners: dict[tuple[str, str], ShapeChange] = {}
         for one in sorted(self._current.values(), key=lambda one: one.position):
             owners[one.after.namespace, one.after.name] = one
         return self._current.keys() - {one.after.oid for one in owners.values()}
 
     def adopt(self, oid: int, details: dict[str, Any]) -> None:
-        """The catalog says nothing else that matters: take its newer words (a filenode) without a record."""
+        """The catalog shows no difference that matters: take its newer details (a filenode) without writing a record."""
         self._current[oid] = replace(self._current[oid], details=details)
 
     def _take_mark(self, batch: CaptureBatch, rows: pa.Table) -> None:
-        """A mark stands alone in its batch."""
+        """Record the shape in a mark. A mark is always the only row of its batch."""
         version = rows.column("relation")[0].as_py()
         shape, position = batch.relations[version], _place(batch, rows, 0)[0]
         last, details = self._current.get(shape.oid), json.loads(rows.column("prefix")[0].as_py())
         is_known = last is not None and not is_other(last, shape, details) and not self.is_taken(shape)
         if self._history.at(position) is None and is_known:
-            self.adopt(shape.oid, details)  # another object: who asked for the mark sees that it came
+            self.adopt(shape.oid, details)  # a new object tells whoever asked for the mark that it came
             return
         self._append([(position, 0, shape)], lambda shape, last, xid: details)
         if last is not None:
@@ -247,8 +249,8 @@ class ShapeObserver:
         found: Iterable[_Seen],
         describe: Callable[[Relation, dict[str, Any] | None, int], dict[str, Any] | None],
     ) -> None:
-        """Record these shapes, unless the history has them. `describe` also gets the details of the shape before, and the
-        transaction that shows it."""
+        """Record these shapes, unless the history has them. `describe` also gets the details of the previous shape, and
+        the transaction that shows the new one."""
         current: dict[int, ShapeChange] = {}
         records = []
         for position, xid, shape in found:
@@ -271,19 +273,19 @@ class ShapeObserver:
             hit("shapes.after_append")
             self._history.refresh()
             self.changes += sum(record.before is not None for record in records)
-        # As in the file: a restart continues the same way.
+        # The same records as in the file, so that a restart continues identically.
         self._current |= {oid: self._history.at(record.position) or record for oid, record in current.items()}
 
 
 def is_other(known: ShapeChange, shape: Relation, details: dict[str, Any] | None) -> bool:
-    """Whether a table is not as it is known."""
+    """Whether a table differs from what is known."""
     return shape != known.after or bool(
         diff_shapes(ShapeChange(known.position, shape, known.after, details, known.details))
     )
 
 
 def _place(batch: CaptureBatch, rows: pa.Table, row: int) -> tuple[Position, int]:
-    """The place directly before a row, and its transaction."""
+    """The position directly before a row, and its transaction."""
     ends = np.cumsum(batch.transactions.column("rows").to_numpy())
     transaction = int(np.searchsorted(ends, row, side="right"))
     commit, kind, xid = (batch.transactions.column(name)[transaction].as_py() for name in ("commit", "kind", "xid"))

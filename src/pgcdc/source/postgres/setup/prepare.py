@@ -1,8 +1,8 @@
 """From the user's settings to a readable slot: checks first, then publication, slot, identity.
 
-A refusal comes before the first change. A later failure (a slot that cannot be created, say) removes again what was created
-on the way. But our existing publications that were altered for the wanted tables stay altered; the next start alters them as
-needed. Only one process at a time prepares a state directory.
+A refusal comes before the first change. A later failure (for example, the slot cannot be created) removes whatever was
+created on the way. Only changes to our existing publications stay: they were altered for the wanted tables, and the
+next start alters them as needed. Only one process at a time prepares a state directory.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from pgcdc.spool.consumers import Consumers, is_side_lane
 
 Say = Callable[[str], object]
 
-LOCK_TIMEOUT_S = 120.0  # How long to wait for another process that prepares the same state directory
+LOCK_TIMEOUT_S = 120.0  # How long to wait for another process that is preparing the same state directory
 
 
 def prepare(
@@ -60,9 +60,9 @@ def prepare(
     say: Say = lambda text: None,
     is_resync: bool = False,
 ) -> Prepared:
-    """Check server and state directory, create what is missing. Raises with advice, leaving nothing new behind. `consumer`
-    may drop tables that it no longer wants, but not those of others. Only `pgcdc resync` (`is_resync`) may begin in a
-    directory with an unfinished resync."""
+    """Check server and state directory, and create what is missing. Raises with advice and then leaves nothing new
+    behind. `consumer` may drop tables that it no longer wants, but not those of others. Only `pgcdc resync`
+    (`is_resync`) may start in a directory with an unfinished resync."""
     options.check()
     lock = Lock(state.identity_lock)
     try:
@@ -82,7 +82,7 @@ def prepare(
 def _prepare(
     options: PostgresOptions, state: StateDir, server: ServerInfo, known: Identity | None, say: Say
 ) -> Prepared:
-    # Every refusal comes before the first change: a refused start must not touch what a running pipeline uses.
+    # Every refusal comes before the first change: a refused start must not touch anything that a running pipeline uses.
     with contextlib.ExitStack() as undo, connect(options.db, may_retry=False) as sql:
         names = _publication_names(options, known)
         existing = [item["name"] for item in read_fingerprint(sql, names)]
@@ -118,7 +118,7 @@ def _prepare(
 
 
 def check_others(options: PostgresOptions, state: StateDir, consumer: str) -> None:
-    """Tables of other consumers stay captured until these consumers are forgotten."""
+    """Refuse to drop tables of other consumers: they stay captured until those consumers are forgotten."""
     known = state.identity()
     if known is None:
         return
@@ -135,14 +135,15 @@ def check_others(options: PostgresOptions, state: StateDir, consumer: str) -> No
 
 
 def check_slot(options: PostgresOptions, state: StateDir, server: ServerInfo) -> Identity | None:
-    """Whether slot, server and state directory belong together. Returns the identity, if the pipeline ran before."""
+    """Raise unless slot, server and state directory belong together. Returns the identity if the pipeline has run
+    before."""
     known, slot, name = state.identity(), server.slot, options.slot_name
     if slot is not None and not options.temporary_slot:
         options.check_slot(name, slot.two_phase)
     if slot is not None and slot.active:
         if options.temporary_slot:
             raise SourceError(f"slot {name!r} is in use", "Choose another --slot-name for the temporary slot")
-        # Our own capture, or its dying walsender, is no reason.
+        # Our own capture, or its dying walsender, is no reason to refuse.
         if slot.reader is not None and (known is None or slot.reader != f"pgcdc {known.instance}"):
             raise SourceError(
                 f"slot {name!r} is in use by process {slot.active_pid} of the server ({slot.reader})",
@@ -174,13 +175,13 @@ def check_slot(options: PostgresOptions, state: StateDir, server: ServerInfo) ->
 
 
 def _ensure_signals(sql: Connection, options: PostgresOptions, names: tuple[str, ...]) -> bool:
-    """Create the table of signals if wanted; returns whether it did."""
+    """Create the signal table if wanted; returns whether it was created."""
     publication = names[0] if options.uses_existing else ""
     return options.incremental_snapshot and ensure_signal_table(sql, options.signal_table, publication)
 
 
 def _publication_names(options: PostgresOptions, known: Identity | None) -> tuple[str, ...]:
-    """The publications to use: a pipeline that ran before stays with its own."""
+    """The publications to use: a pipeline that has run before keeps its own."""
     used, names = SlotDetails.of(known).names if known else (), options.publications
     if options.publication is None and used and used == pair_of(used[0]):
         return used
@@ -199,7 +200,7 @@ def _make_publications(
     before_commit: Callable[[Fingerprint], None] = lambda made: None,
     review: bool = True,
 ) -> tuple[PublicationInfo, ...]:
-    """Create or update our publications, or read the user's; and check their content."""
+    """Create or update our publications, or read the user's, and check their content."""
 
     def check() -> None:
         if options.binary and review:
@@ -218,8 +219,8 @@ def _make_publications(
 
 
 def _check_publications(sql: Connection, options: PostgresOptions, known: Identity, names: tuple[str, ...]) -> Identity:
-    """Refuse publications that were narrowed since our last look, unless the user accepts it. The acceptance is recorded
-    later, when nothing else is refused."""
+    """Refuse publications that were narrowed since our last look, unless the user accepts it. The acceptance is
+    recorded later, when every other check has passed."""
     details = SlotDetails.of(known)
     try:
         check_unchanged(sql, details.publications, details.planned, is_open=details.selection.is_open)
@@ -233,8 +234,8 @@ def _check_publications(sql: Connection, options: PostgresOptions, known: Identi
 def _bring_up_to_date(
     sql: Connection, options: PostgresOptions, state: StateDir, known: Identity, *, review: bool = True
 ) -> tuple[tuple[PublicationInfo, ...], Identity]:
-    """Update our publications to the settings, and remember the result. The identity records the plan durably before it
-    becomes visible: a crash in between neither looks like somebody else's change, nor hides one."""
+    """Make our publications match the settings, and remember the result. The identity durably records the plan before it
+    becomes visible. So after a crash in between, the change is not mistaken for somebody else's and does not hide one."""
     details = SlotDetails.of(known)
     expected = check_unchanged(sql, details.publications, details.planned, is_open=details.selection.is_open)
     if not options.uses_existing:
@@ -255,7 +256,7 @@ def _bring_up_to_date(
 
 
 def partly_captured(publications: Sequence[PublicationInfo]) -> tuple[str, ...]:
-    """For people."""
+    """Notes for the user about tables that are captured only in part."""
     return tuple(
         f"table {table} has no primary key or other replica identity: only its inserts and truncates are captured"
         for one in publications
@@ -272,14 +273,14 @@ def follow_tables(options: PostgresOptions, state: StateDir) -> tuple[Publicatio
         known = state.identity()
         assert known is not None
         with connect(options.db) as sql:
-            sql.execute("SET lock_timeout = '2s'")  # the pipeline must not wait behind a VACUUM FULL
+            sql.execute("SET lock_timeout = '2s'")  # the pipeline must not queue behind a VACUUM FULL
             return _bring_up_to_date(sql, options, state, known, review=False)[0]
     finally:
         lock.release()
 
 
 def drop_publications(options: PostgresOptions, names: Sequence[str]) -> None:
-    """Drop our unneeded publications; one that cannot be dropped stays."""
+    """Drop our publications that are no longer needed; one that cannot be dropped stays."""
     if not names:
         return
     with contextlib.suppress(SourceError), connect(options.db, may_retry=False) as sql:
@@ -293,7 +294,8 @@ def _begin(
     options: PostgresOptions, state: StateDir, server: ServerInfo, publications: Fingerprint, undo: contextlib.ExitStack,
     say: Say,
 ) -> Identity:  # fmt: skip
-    """The first start. The identity is written before the slot is made, so that the slot is known as ours after a crash."""
+    """The first start. The identity is written before the slot is created, so that after a crash the slot is known to
+    be ours."""
     started = state.identity()
     details = SlotDetails(server.timeline, publications, options.to_json())
     identity = Identity(
@@ -308,10 +310,10 @@ def _begin(
     if started is None:
         undo.callback(state.identity_file.unlink, missing_ok=True)
     state.save_identity(identity)
-    let_go(state.snapshot)  # of an attempt that was killed
+    let_go(state.snapshot)  # left by an attempt that was killed
     hold: Hold | None = None
     if options.temporary_slot:
-        lsn = 1  # the capture creates the slot on its own connection and begins there
+        lsn = 1  # the capture creates the slot on its own connection and starts there
     elif server.slot is not None:
         lsn = server.slot.confirmed_flush_lsn or 0
     else:
@@ -331,13 +333,13 @@ def _create_slot(
     url, name, two_phase = options.db, options.slot_name, options.two_phase
     exported: list[str] | None = [] if options.effective_snapshot_mode != "never" else None
     with connect(url, replication=True, may_retry=False) as replication, connect(url, may_retry=False) as sql:
-        # Cleans up after itself if it fails.
+        # create_slot cleans up after itself if it fails.
         lsn = create_slot(replication, name, two_phase=two_phase, monitor=sql, say=say, exported=exported)
         undo.callback(_remove_slot, url, name)
         if not exported:
             return lsn, None
         undo.callback(let_go, state.snapshot)
-        # while the connection of the slot is open
+        # while the connection that created the slot is still open
         hold = hold_for_long(url, state, 1, limit_s=options.snapshot_hold_limit, exported=exported[0])
         return lsn, hold
 
@@ -348,20 +350,20 @@ def _remove_slot(url: str, name: str) -> None:
             drop_slot(sql, name)
 
 
-# --- trial: the same checks, and the publications made in a transaction that is rolled back
+# --- trial run: the same checks, and the publications created in a transaction that is rolled back
 
 
 @explain_errors("try the publications")
 def try_publications(
     options: PostgresOptions, state: StateDir, *, reads_rows: bool = False
 ) -> tuple[tuple[PublicationInfo, ...], list[PublishedTable], SourceError | None]:
-    """Make the publications (and the table of signals) as a start would, then roll back. Returns the publications, the
+    """Create the publications (and the signal table) as a start would, then roll back. Returns the publications, the
     tables with their captured columns, and with `reads_rows` why rows cannot be read."""
     known, unreadable = state.identity(), None
     if known is not None and known.created == 0:
         known = None
     with connect(options.db, may_retry=False) as sql, sql.transaction(force_rollback=True):
-        sql.execute("SET LOCAL lock_timeout = '5s'")  # do not wait for somebody who is altering a captured table
+        sql.execute("SET LOCAL lock_timeout = '5s'")  # do not wait for somebody altering a captured table
         names = _publication_names(options, known)
         if known is not None:
             _check_publications(sql, options, known, names)

@@ -1,13 +1,13 @@
 """Publications: what the server sends to us.
 
 Ours come in pairs: `<base>` with every operation for tables with a replica identity, `<base>_inserts` with inserts and
-truncates for the others (see `tables`). Both are created at once, even if one stays empty, because a publication created
-after the slot cannot be used to read what the slot still holds. Never FOR ALL TABLES: a table without a key, created later,
-would have its updates refused.
+truncates for the others (see `tables`). Both are created at the start, even if one stays empty, because a publication
+created after the slot cannot be used to read what the slot still holds. We never use FOR ALL TABLES: if a table without
+a key were created later, the server would refuse its updates.
 
-Ours carry a comment with the name of their slot; others of the same name are never altered, nor used by another slot: its
-pipeline would remove tables that this one needs. One of ours whose operations somebody changed is not repaired: that would
-hide missed changes (see `fingerprint`).
+Ours carry a comment with the name of their slot. We never alter other publications of the same name, nor use one of
+another slot: its pipeline would remove tables that this one needs. If somebody changed the operations of one of ours,
+we do not repair it: that would hide missed changes (see `fingerprint`).
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ Rules = Mapping[tuple[str, str], Rule]
 
 @dataclass(frozen=True, slots=True)
 class PublicationInfo:
-    """One publication and what it covers."""
+    """One publication and the tables it covers."""
 
     found: dict[str, Any]  # Its fingerprint
     tables: tuple[str, ...]
     """The tables as they appear in the stream (partitions rather than their root, unless `via_root`)."""
-    inserts_only: tuple[str, ...] = ()  # Tables without updates and deletes, as the user names them: to be reported
-    changed: tuple[str, ...] = ()  # What we just changed in it besides its tables: to be reported
-    kept: tuple[str, ...] = ()  # What stays otherwise than wanted: to be reported
+    inserts_only: tuple[str, ...] = ()  # Tables without updates and deletes, as the user names them: for the report
+    changed: tuple[str, ...] = ()  # Changes just made to it other than its tables: for the report
+    kept: tuple[str, ...] = ()  # Properties that remain different from what is wanted: for the report
 
     @property
     def name(self) -> str:
@@ -57,7 +57,7 @@ class PublicationInfo:
 
 @explain_errors("read the publication")
 def use_existing(conn: Connection, name: str, *, slot: str) -> PublicationInfo:
-    """The publication that the user made. It is only read."""
+    """The publication that the user created. It is only read."""
     found = read_fingerprint(conn, [name])
     if not found:
         advice = f"Run CREATE PUBLICATION {quote_identifier(name)} FOR TABLE ...; or use --tables or --all-tables"
@@ -85,10 +85,10 @@ def ensure(
 ) -> tuple[PublicationInfo, ...]:
     """Create our pair of publications for these tables, or alter what differs.
 
-    They belong to the pipeline of this slot. Call it before the slot is created. A table that has got a primary key since
-    then moves to the first publication. Without `review` (while the pipeline runs) the row filters and columns of existing
-    members are left alone. `check` runs on this connection after the changes, and may refuse: then nothing is changed. If
-    something is altered, `before_commit` gets the new fingerprint while it can still be rolled back.
+    They belong to the pipeline of this slot. Call this before the slot is created. A table that has gained a primary key
+    since then moves to the first publication. Without `review` (while the pipeline runs) the row filters and columns of
+    existing members are left alone. `check` runs on this connection after the changes, and may refuse: then nothing is
+    changed. If something is altered, `before_commit` gets the new fingerprint while it can still be rolled back.
     """
     names = pair_of(base_name)
     if len(names[1].encode()) > 63:
@@ -98,13 +98,13 @@ def ensure(
     changed: list[str] = []
     statements: list[str] = []
     with conn.transaction():
-        # two of us would both create them
+        # otherwise two of our processes would both create them
         conn.execute("SELECT pg_advisory_xact_lock(hashtext('pgcdc'), hashtext(%s))", [base_name])
         everything = read_tables(conn)
         _check_schemas(conn, selection)
         chosen = choose_tables(everything, selection, roots=version >= 130000)
         existing = {item["name"]: item for item in read_fingerprint(conn, names)}
-        # A slot goes on as it began.
+        # A slot keeps the setting it started with.
         via_root = next(
             (item["via_root"] for item in existing.values()), selection.partition_root and version >= 130000
         )
@@ -113,7 +113,7 @@ def ensure(
             _check_rules(rules, [*full, *inserts])
         members = {name: read_meanings(conn, name) for name in names}
         if not review:
-            # A table with a rule that has got a key stays: the next start checks whether the rule fits the key.
+            # A table that has a rule and has gained a key stays: the next start checks whether the rule fits the key.
             stay = [one for one in full if one.oid in members[names[1]] and (one.schema, one.table) in rules]
             full, inserts = [one for one in full if one not in stay], inserts + stay
         for name, operations, wanted in zip(names, (OPERATIONS, INSERTS_ONLY), (full, inserts), strict=True):
@@ -158,7 +158,7 @@ def ensure(
 
 @explain_errors("drop the publication")
 def drop_ours(conn: Connection, names: Sequence[str], *, slot: str) -> None:
-    """Drop those of these publications that belong to this slot's pipeline."""
+    """Drop those of the named publications that belong to this slot's pipeline."""
     for found in read_fingerprint(conn, names):
         if found["owner"] == slot:
             conn.execute(f"DROP PUBLICATION IF EXISTS {quote_identifier(found['name'])}".encode())
@@ -225,7 +225,7 @@ def _creation(
 
 
 def _list(tables: Sequence[Table], rules: Rules) -> str:
-    # ONLY: inheriting tables are judged separately (they inherit no key)
+    # ONLY: inheriting tables are decided separately (they inherit no key)
     none = Rule()
     return ", ".join(f"ONLY {one.sql}{rules.get((one.schema, one.table), none).to_sql()}" for one in tables)
 
@@ -258,10 +258,10 @@ def _explain_rights(conn: Connection, text: str, statements: Sequence[str], tabl
 
 # --- row filters and column lists, as the server understands them
 #
-# The server itself says what a rule means: a publication with only this table is created and rolled back at
-# once. So a wrong rule is found before anything is altered, and equal meanings are recognised.
+# The server itself says what a rule means: we create a publication with only this table and roll it back. So a wrong
+# rule is found before anything is altered, and equivalent rules are recognised.
 #
-# A filter that uses a column which is not in the table's replica identity, or a list that leaves one out, makes the
+# A filter that uses a column outside the table's replica identity, or a list that omits one of its columns, makes the
 # *application's* UPDATE and DELETE fail. PostgreSQL does not refuse such a publication; we do.
 
 _PROBE = f"pgcdc_probe_{secrets.token_hex(4)}"
@@ -269,7 +269,7 @@ _PROBE = f"pgcdc_probe_{secrets.token_hex(4)}"
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """What a membership publishes of its table, in the server's own words."""
+    """What a membership publishes of its table, as the server states it."""
 
     row_filter: str | None = None
     columns: str | None = None
@@ -280,8 +280,8 @@ SELECT r.prrelid::int8, {} FROM pg_publication_rel r
 JOIN pg_publication p ON p.oid = r.prpubid WHERE p.pubname = %s
 """
 
-# The columns that the replica identity needs (none: all of them), those that the list has, and those that the filter uses.
-# The server judges by the partition that has the row.
+# The columns that the replica identity needs (none: all of them), those in the list, and those that the filter uses.
+# The server checks the partition that contains the row.
 _FIT = """
 SELECT c.relreplident = 'f',
        ARRAY(SELECT a.attname::text FROM pg_index i, unnest(i.indkey) k JOIN pg_attribute a ON a.attrelid = c.oid
@@ -298,7 +298,7 @@ FROM pg_class c WHERE c.oid = %(oid)s OR c.relkind = 'r' AND c.oid IN (SELECT re
 
 
 def check_version(version: int, *, has_rules: bool, generated_columns: bool) -> None:
-    """Raise SourceError for what this server lacks."""
+    """Raise SourceError if this server does not support what is needed."""
     major = version // 10000
     if has_rules and version < RULES_SINCE:
         raise SourceError(
@@ -313,7 +313,7 @@ def check_version(version: int, *, has_rules: bool, generated_columns: bool) -> 
 
 
 def read_meanings(conn: Connection, publication: str) -> dict[int, Meaning]:
-    """What a publication has of each table, by oid."""
+    """What a publication covers of each table, by oid."""
     meaning = "pg_get_expr(r.prqual, r.prrelid), r.prattrs::text"
     query = _MEANINGS.format(meaning if conn.info.server_version >= RULES_SINCE else "NULL, NULL")
     rows = conn.execute(query.encode(), [publication]).fetchall()

@@ -1,5 +1,5 @@
-"""What the catalog says about the shapes of tables, which the stream does not: the numbers of columns, what old rows have in
-a new column, the primary key, the partitions, the rules of the publication."""
+"""What the catalog says about the shapes of tables and the stream does not: column numbers, the values of old rows in a
+new column, the primary key, the partitions, the rules of the publication."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from pgcdc.source.postgres.setup.tables import RULES_SINCE, TableColumn, read_co
 _MAX_GUESSES = 10_000
 _KEPT = ("filenode", "leaves", "attached", "joined", "published", "member", "member_since", "hides_truncate")
 
-# The catalog as the transaction's snapshot sees it, not as it is now. Without locks: somebody may be altering a partition. A
-# partition that was made as one has a column that was never touched since: ATTACH would have counted its
-# parent. Rolled back DDL writes its own command number over cmin, and leaves xmax: that proves nothing. The size is
-# asked only of those that were attached. One whose DETACH CONCURRENTLY was interrupted
-# does not count: queries of the root leave it out (its column is new in PostgreSQL 14).
+# The catalog as the transaction's snapshot sees it, not as it is now. Taken without locks: somebody may be altering a
+# partition. A partition that was created as one has a column that was never touched since: ATTACH would have counted
+# its parent. Rolled back DDL writes its own command number over cmin and leaves xmax set, so this proves nothing then.
+# The size is read only for attached partitions. A partition whose DETACH CONCURRENTLY was interrupted does not count:
+# queries of the root omit it (the column is new in PostgreSQL 14).
 _TABLES = """
 SELECT c.oid::int8, c.relkind = 'p', c.relnatts::int4, c.relfilenode::int8
 FROM pg_class c WHERE c.oid = ANY (%s::int8[]::oid[])
@@ -52,7 +52,8 @@ SELECT r.prrelid::int8, pg_get_expr(r.prqual, r.prrelid),
 FROM pg_publication_rel r JOIN pg_publication p ON p.oid = r.prpubid
 WHERE p.pubname = ANY (%s) AND r.prrelid = ANY (%s::int8[]::oid[]) ORDER BY r.oid
 """
-# By its own entry, by its schema's (the dependency on the schema tells when it came there), or as all tables are.
+# A table is a member by its own entry, by its schema's (the dependency on the schema shows when it joined), or because
+# the publication covers all tables.
 _MEMBERS = """
 SELECT m.oid::int8, coalesce(min(m.entry::int8) FILTER (WHERE p.pubupdate AND p.pubdelete), 0),
        string_agg(concat(p.xmin::text, ' ', m.since), ',' ORDER BY p.oid, m.entry, m.since), bool_or(p.pubtruncate)
@@ -86,15 +87,16 @@ class CatalogEntry:
     columns: list[TableColumn]
     facts: dict[str, Any]
     """As in the details of a shape: `natts`, `filenode`, `leaves`, `attached`, `joined`, `published`, `member`."""
-    altered: tuple[int, ...] = ()  # The transactions that altered it and its partitions last
-    next_xid: int = 0  # Of the server, at the same moment
+    altered: tuple[int, ...] = ()  # The last transactions that altered it and its partitions
+    next_xid: int = 0  # The server's next transaction number at the same moment
 
     def is_newer(self, xid: int, altered: Iterable[int] | None = None) -> bool:
-        """Whether it was altered by a transaction with a later number, which goes round at 2^32. One that began before `xid`
-        and altered the table afterwards is not seen. `altered`: of something else in the catalog."""
+        """Whether it was altered by a transaction with a later number (numbers wrap around at 2^32). This misses a
+        transaction that began before `xid` and altered the table afterwards. `altered`: the transactions of another
+        catalog object."""
         first = (
             1 if altered is None else 0
-        )  # of types nobody knows whether the same transaction used them before or after
+        )  # for types, it is unknown whether the same transaction used them before or after altering them
         altered = self.altered if altered is None else altered
         return any(first <= (one - xid) % (1 << 32) < (self.next_xid - xid) % (1 << 32) for one in altered)
 
@@ -105,32 +107,34 @@ class CatalogLook:
 
     entries: Mapping[int, CatalogEntry] = field(default_factory=dict)  # By oid
     types: TypeCatalog = BUILT_IN
-    labels: Mapping[int, list[str]] = field(default_factory=dict)  # Of enums, by the type's oid
-    attributes: Mapping[int, list[int]] = field(default_factory=dict)  # Of composite types: their numbers
+    labels: Mapping[int, list[str]] = field(default_factory=dict)  # Labels of enums, by the type's oid
+    attributes: Mapping[int, list[int]] = field(default_factory=dict)  # Column numbers of composite types
     types_altered: Mapping[int, list[int]] = field(default_factory=dict)  # The transactions that altered these types
 
     def describe(self, shape: Relation, before: Mapping[str, Any] | None = None, xid: int = 0) -> dict[str, Any] | None:
-        """The details of a shape, if its table still has it, or if `before`, the details of the shape before, proves which
-        columns it has. None: nobody knows. `xid`: the transaction in which it was seen.
+        """The details of a shape. They are known if its table still has it, or if `before` (the details of the previous
+        shape) proves which columns it has; otherwise None. `xid`: the transaction in which the shape was seen.
 
         `columns` in order, each with name, attnum, type (as in SQL, with its schema unless built in), ndims, not_null,
-        `since` (the transaction that altered it last), and `missing` if older rows have a constant there; `primary_key` with
-        its columns in order; `types`: what types that are not built in are made of, as in TypeCatalog.to_json() (None if
-        there are none). Where it applies:
+        `since` (the last transaction that altered it), and `missing` if older rows have a constant there; `primary_key`
+        with its columns in order; `types`: the definitions of types that are not built in, as in TypeCatalog.to_json()
+        (None if there are none). Where applicable:
 
-        - `is_key_deferrable`; `enums`, the labels of each by name; `attributes` of composite types, their numbers by name
-        - `natts`, the largest column number ever given; `hidden`, the numbers of columns that are not in the shape
+        - `is_key_deferrable`; `enums`, the labels of each by name; `attributes` of composite types, their numbers by
+          name
+        - `natts`, the largest column number ever used; `hidden`, the numbers of columns that are not in the shape
         - `filenode` of an ordinary table, which a rewrite changes
-        - of a root `leaves` with their filenodes by oid; `attached`, those of them that came with rows of their own; and
-          `joined`, when each that was not made as a partition became one
-        - `lost`: partitions that had rows and were dropped or detached before anybody knew them
-        - `mixed`, its columns in which old rows have several constants
+        - for a root: `leaves` with their filenodes by oid; `attached`, those leaves that were attached with existing
+          rows; and `joined`, when each leaf that was not created as a partition became one
+        - `lost`: partitions that had rows and were dropped or detached before we knew them
+        - `mixed`, columns in which old rows have different constants
         - `published`, the row filter and column list of the publications
-        - `member`: the entry in the catalog by which updates and deletes are published; 0: only inserts are
-        - `member_since`: when that and the publication were altered last
+        - `member`: the catalog entry through which updates and deletes are published; 0: only inserts are
+        - `member_since`: when that entry and the publication were last altered
         - `hides_truncate`: no publication sends TRUNCATE
-        - `is_proven`: the table had moved on; files, partitions and publications are those of the shape before
-        - `is_late`: it was altered since it was seen, and there is no shape before to compare with; or one of its types was
+        - `is_proven`: the table had changed again; files, partitions and publications are those of the previous shape
+        - `is_late`: it was altered since it was seen, and there is no previous shape to compare with; or one of its
+          types was altered
         """
         entry = self.entries.get(shape.oid)
         if entry is None:
@@ -138,7 +142,7 @@ class CatalogLook:
         if _is_live(shape, entry.columns):
             facts = {name: one for name, one in entry.facts.items() if name != "missing"}
             details = {**_details(shape, entry.columns, entry.facts.get("missing", {})), **facts}
-            # A new table's file has its number, until it is rewritten.
+            # A new table's file has the table's oid as its number, until the table is rewritten.
             is_rewritten = xid in entry.altered and facts.get("filenode", shape.oid) != shape.oid
             if before is None and xid and (is_rewritten or entry.is_newer(xid)):
                 details["is_late"] = True
@@ -182,18 +186,18 @@ class CatalogLook:
             [names.get(one.number) for one in _primary_key(entry.columns)],
             [one.name for one in shape.columns if one.is_key],
         ]
-        if shape.replica_identity == "d":  # the stream says which columns, the others in which order
+        if shape.replica_identity == "d":  # the stream says which columns, the catalog in which order
             key = next(one for one in keys if set(one) == identity)
         else:
             key = [] if None in keys[0] else keys[0]
         natts = max(before["natts"], *numbers)
-        # What was known last stays: the next look must see what has changed since, whenever that was.
+        # The last known facts are kept: the next look must detect any change since then.
         kept = {name: before[name] for name in _KEPT if name in before}
         return {"columns": columns, "primary_key": key, "types": None, **kept, "natts": natts, "is_proven": True}
 
 
 def read_catalog(sql: Connection, shapes: Iterable[Relation], publications: Sequence[str]) -> CatalogLook:
-    """What the catalog has now of the tables of these shapes. psycopg's errors come out."""
+    """The current catalog entries for the tables of these shapes. Passes psycopg's errors on."""
     wanted = list(shapes)
     oids = list({shape.oid for shape in wanted})
     if not oids:
@@ -246,7 +250,7 @@ def _read_facts(sql: Connection, oids: list[int], publications: Sequence[str]) -
         for oid, *rule in sql.execute(_RULES, [list(publications), oids]).fetchall():
             rules.setdefault(oid, []).append((rule[0], rule[1]))
         for oid, several in rules.items():
-            # The server sends what any of the publications has.
+            # The server sends a row that any of the publications includes.
             filters = [row_filter for row_filter, _ in several if row_filter is not None]
             lists = [columns for _, columns in several if columns is not None]
             row_filter = " OR ".join(filters) if len(filters) == len(several) else None
@@ -257,7 +261,8 @@ def _read_facts(sql: Connection, oids: list[int], publications: Sequence[str]) -
 
 
 def _read_missing(sql: Connection, roots: Sequence[dict[str, Any]]) -> None:
-    """What old rows have in new columns of partitioned tables: their partitions say it. `mixed`: not all the same."""
+    """The values of old rows in new columns of partitioned tables, taken from their partitions. `mixed`: not all the
+    same."""
     leaves = [leaf for facts in roots for leaf in facts["leaves"]]
     found: dict[str, dict[str, str | None]] = {}
     for leaf, name, missing in sql.execute(_MISSING, [leaves]).fetchall():
@@ -275,9 +280,9 @@ def _own_types(shapes: Iterable[Relation]) -> set[int]:
 
 
 def _is_live(shape: Relation, columns: list[TableColumn]) -> bool:
-    """Whether the catalog still has this shape. It may have more columns: not all need be published."""
+    """Whether the catalog still has this shape. It may have more columns: some may be unpublished."""
     names = {column.name for column in shape.columns}
-    there = [column for column in columns if column.name in names]  # both in the order of their numbers
+    there = [column for column in columns if column.name in names]  # both in order of column number
     if [(one.name, one.type_oid, one.typmod) for one in shape.columns] != [
         (one.name, one.type_oid, one.typmod) for one in there
     ]:
@@ -310,15 +315,15 @@ def _primary_key(columns: Iterable[TableColumn]) -> list[TableColumn]:
 
 
 def prove_numbers(before: Mapping[str, Any], names: Sequence[str], now: CatalogEntry) -> list[int] | None:
-    """The numbers of the columns `names` of a shape that came after `before` and that the table no longer has; None if there
-    is more than one way. Columns stand in the order of their numbers. One that is there before and now was there in between.
-    A new one gets a larger number than any before, and no number returns.
+    """The column numbers of the columns `names`, for a shape that came after `before` and that the table no longer has;
+    None if they are ambiguous. Columns are in the order of their numbers. A column that exists both before and now
+    existed in between. A new column gets a larger number than any before it, and numbers are never reused.
 
-    One step is likely beyond doubt rather than certain: of two new columns that exist now, the one with the larger number
-    came later, unless the other was a generated column that was not published then. So the names must agree as well.
+    One step is very likely rather than certain: of two new columns that exist now, the one with the larger number came
+    later, unless the other was a generated column that was not published then. So the names must match, too.
     """
     if "natts" not in before or "hidden" in before or before.get("published", {}).get("columns"):
-        return None  # a column that was not published may have been published later
+        return None  # an unpublished column may have been published later
     live = {one.number: one.name for one in now.columns if not one.generated}
     old = {one["attnum"] for one in before["columns"]}
     new = set(range(before["natts"] + 1, now.facts["natts"] + 1))

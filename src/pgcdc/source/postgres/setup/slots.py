@@ -1,11 +1,11 @@
 """The server and its replication slots: whether it can be captured; listing, creating and dropping slots.
 
-Each check raises SourceError with the numbers found and the command that helps. The last one opens a real walsender, so that
-a pg_hba.conf or pooler that blocks replication is found before anything is created.
+Each check raises SourceError with the numbers found and the command that helps. The last one opens a real walsender, so
+that a pg_hba.conf or pooler that blocks replication is found before anything is created.
 
-Creating a slot waits for every transaction that was open when it began, in any database of the server. So the command runs
-in a thread, and a second connection reports every two seconds for whom it waits. Whatever interrupts the wait, no slot stays
-behind.
+Creating a slot waits for every transaction that was open at its start, in any database of the server. So the command
+runs in a thread, and every two seconds a second connection reports which transactions it is waiting for. However the
+wait is interrupted, no slot is left behind.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _RELEASE_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class SlotInfo:
-    """A slot's current state. LSNs are None where the slot has none (physical, or invalidated)."""
+    """A slot's current state. LSNs are None for a slot that has none (physical, or invalidated)."""
 
     name: str
     plugin: str | None
@@ -42,13 +42,13 @@ class SlotInfo:
     two_phase: bool
     active: bool
     active_pid: int | None
-    reader: str | None  # The application name of who reads it now
+    reader: str | None  # The application name of its current reader
     restart_lsn: int | None
     confirmed_flush_lsn: int | None
     wal_status: str | None  # reserved, extended, unreserved (about to be lost) or lost; None before PostgreSQL 13
-    invalidation_reason: str | None  # Why it is lost, if the server says so (16 and later)
+    invalidation_reason: str | None  # Why it is lost, if the server says so (version 16 and later)
     retained_bytes: int | None  # WAL that this slot keeps on the server
-    lag_bytes: int | None  # WAL written since what was confirmed
+    lag_bytes: int | None  # WAL written since the confirmed position
 
 
 # to_jsonb, because these columns differ between versions
@@ -66,7 +66,7 @@ FROM pg_replication_slots s CROSS JOIN LATERAL (SELECT to_jsonb(s) AS raw) j,
 
 @explain_errors("list the replication slots")
 def list_slots(conn: Connection) -> list[SlotInfo]:
-    """Every slot of the server, of all databases, by name."""
+    """Every slot of the server, in all databases, by name."""
     return [SlotInfo(*row) for row in conn.execute(_SLOTS + "ORDER BY s.slot_name").fetchall()]
 
 
@@ -83,7 +83,7 @@ def slot_gone(name: str) -> GapError:
 
 
 def check_not_ahead(slot: SlotInfo, confirmed_lsn: int) -> None:
-    """Raise GapError if the slot has confirmed more than we ever did: it is not the one we left."""
+    """Raise GapError if the slot has confirmed more than we ever did: then it is not the slot we left."""
     if (slot.confirmed_flush_lsn or 0) > confirmed_lsn:
         raise GapError(
             f"slot {slot.name!r} stands at {format_lsn(slot.confirmed_flush_lsn or 0)}, but we confirmed only "
@@ -112,7 +112,7 @@ def check_usable(slot: SlotInfo, database: str) -> None:
 
 @explain_errors("look at the replication slot")
 def is_two_phase(replication: Connection, name: str) -> bool:
-    """Whether the slot decodes prepared transactions at PREPARE; works on a walsender, too."""
+    """Whether the slot decodes prepared transactions at PREPARE. Also works on a walsender."""
     query = f"SELECT to_jsonb(s) -> 'two_phase' FROM pg_replication_slots s WHERE slot_name = {quote_literal(name)}"
     row = replication.execute(query.encode()).fetchone()  # no parameters: a walsender has only the simple protocol
     return bool(row and row[0])
@@ -120,7 +120,7 @@ def is_two_phase(replication: Connection, name: str) -> bool:
 
 @explain_errors("drop the slot")
 def drop_slot(conn: Connection, name: str) -> None:
-    """Drop a slot that nobody is reading."""
+    """Drop a slot that has no reader."""
     slot = get_slot(conn, name)
     if slot is None:
         raise SourceError(f"slot {name} does not exist", "pgcdc slot list shows those that do")
@@ -142,7 +142,7 @@ def drop_slot(conn: Connection, name: str) -> None:
 
 
 def end_reader(conn: Connection, slot: SlotInfo, reader: str) -> None:
-    """End a slot's walsender if it is that of `reader`, and wait a while until nobody reads the slot."""
+    """End a slot's walsender if it belongs to `reader`, then wait briefly until the slot has no reader."""
     now, deadline = slot, time.monotonic() + _RELEASE_TIMEOUT_S
     if slot.reader == reader:
         conn.execute("SELECT pg_terminate_backend(%s)", [slot.active_pid])
@@ -164,9 +164,10 @@ def create_slot(
 ) -> int:
     """Create our slot and return its consistent point: every transaction that commits after this LSN will be sent.
 
-    `exported` gets the name of a snapshot of that very moment, valid until `replication` is used again. `replication` is a
-    walsender (it owns the slot if `temporary`), `monitor` an ordinary connection: through it, `say` gets every two seconds
-    the transactions that the server waits for. If either raises, the creation is cancelled and `replication` closed.
+    `exported` gets the name of a snapshot of exactly that point, valid until `replication` is used again. `replication`
+    is a walsender (it owns the slot if `temporary`). `monitor` is an ordinary connection: through it, `say` gets, every
+    two seconds, the transactions that the server is waiting for. If either raises, the creation is cancelled and
+    `replication` closed.
     """
     check_slot_name(name)
     is_new = replication.info.server_version >= NEW_SYNTAX_SINCE
@@ -184,7 +185,7 @@ def create_slot(
                     pids = [str(pid) for (pid,) in monitor.execute(_OPEN, {"pid": replication.info.backend_pid})]
                     waits = "creating the slot waits for open transactions of server processes"
                     say(f"{waits} {', '.join(pids) or 'unknown'}")
-        except BaseException:  # also the monitor's: nobody would know for whom it waits
+        except BaseException:  # also if the monitor fails: nobody would know what it is waiting for
             _give_up(replication, creation, name)
             raise
         try:
@@ -198,13 +199,14 @@ def create_slot(
 
 
 def _give_up(replication: Connection, creation: Future[Any], name: str) -> None:
-    """Cancel the wait on the server: it does not notice a lost client while it waits for a transaction."""
+    """Cancel the wait on the server, which does not notice a lost client while it waits for a transaction."""
     try:
         replication.cancel_safe(timeout=5.0)
         creation.result()
-        replication.execute(f"DROP_REPLICATION_SLOT {quote_identifier(name)}".encode())  # created before the cancel
+        # created before the cancel arrived
+        replication.execute(f"DROP_REPLICATION_SLOT {quote_identifier(name)}".encode())
     except psycopg.Error:
-        pass  # cancelled; or the connection is gone, with the unfinished slot
+        pass  # cancelled; or the connection is gone, and the unfinished slot with it
     replication.close()
 
 
@@ -223,7 +225,8 @@ def _explain_creation(error: psycopg.Error, name: str) -> PgcdcError:
     return SourceError(f"cannot create slot {name}: {text}")
 
 
-# Longest first; 0 is a prepared transaction. Without the rights of pg_read_all_stats we see only who blocks us.
+# Longest first; 0 is a prepared transaction. Without the rights of pg_read_all_stats we see only the sessions that
+# block us.
 _OPEN = """
 SELECT pid FROM (
     SELECT a.pid, a.xact_start AS since FROM pg_stat_activity a, (SELECT pg_blocking_pids(%(pid)s) AS pids OFFSET 0) b
@@ -238,11 +241,11 @@ ORDER BY since NULLS LAST
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """The server and database, and what it allows."""
+    """The server and database, and their limits."""
 
     version_num: int
-    system_identifier: str  # Given at initdb; shared with standbys and physical copies
-    timeline: int  # Grows with every promotion
+    system_identifier: str  # Assigned by initdb; shared with standbys and physical copies
+    timeline: int  # Increases with every promotion
     database: str
     user: str
     slot: SlotInfo | None  # Our slot, if it exists
@@ -262,8 +265,8 @@ FROM pg_roles r WHERE r.rolname = current_user
 @explain_errors("check the server")
 def check(url: str, slot_name: str) -> ServerInfo:
     """Check that this database can be captured through this slot, existing or not. Raises SourceError (also for an
-    unreachable server: nothing was started yet), GapError if the slot is lost, ConnectionLost if only its present reader,
-    maybe our own from before a crash, holds the last walsender."""
+    unreachable server: nothing has started yet), GapError if the slot is lost, and ConnectionLost if the only obstacle
+    is the slot's current reader, maybe our own from before a crash, which holds the last walsender."""
     check_slot_name(slot_name)
     with connect(url, application_name="pgcdc preflight", may_retry=False) as conn:
         check_age(conn.info.server_version)
@@ -286,13 +289,14 @@ def check(url: str, slot_name: str) -> ServerInfo:
                 "Drop one that is not used (pgcdc slot list), or run ALTER SYSTEM SET max_replication_slots = "
                 f"{slots + 10} and restart PostgreSQL",
             )
-        if used_senders >= senders and not (slot and slot.active):  # if ours is active, its walsender will become free
+        # if our slot is active, its walsender will become free
+        if used_senders >= senders and not (slot and slot.active):
             raise SourceError(
                 f"all {senders} walsenders of the server are in use (max_wal_senders)",
                 f"End one (SELECT * FROM pg_stat_replication), or ALTER SYSTEM SET max_wal_senders = {senders + 10} "
                 "and restart PostgreSQL",
             )
-        # a reader that just crashed may still hold the last walsender: that heals
+        # a reader that just crashed may still hold the last walsender: this resolves itself
         identity = _identify_apart(url, conn, may_retry=slot is not None and slot.active)
     return ServerInfo(version, *identity, database, user, slot)
 
@@ -317,7 +321,7 @@ def check_wal(wal_level: str, in_recovery: bool) -> None:
 
 
 def _identify_apart(url: str, conn: Connection, *, may_retry: bool) -> tuple[str, int]:
-    """Open a walsender and wait until it has gone: it may have been the last free one, which the capture needs next."""
+    """Open a walsender, and wait until it has ended: it may have been the last free one, and the capture needs it next."""
     with connect(url, replication=True, application_name="pgcdc preflight", may_retry=may_retry) as replication:
         identity = identify(replication)
         pid = replication.info.backend_pid

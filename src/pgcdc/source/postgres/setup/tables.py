@@ -1,9 +1,9 @@
 """Which tables can be published, and whether with updates and deletes.
 
-Publishing updates of a table without replica identity makes the application's UPDATE fail. So a table counts as identified
-only if that cannot happen: a primary key that is not deferrable, an identity index, or REPLICA IDENTITY FULL. A partitioned
-table is judged by its primary key, which later partitions inherit, and by its present partitions; identity settings of the
-root are not inherited.
+Publishing updates of a table without replica identity makes the application's UPDATE fail. So a table counts as
+identified only if that cannot happen: it has a primary key that is not deferrable, an identity index, or REPLICA
+IDENTITY FULL. A partitioned table is judged by its primary key, which later partitions inherit, and by its current
+partitions; identity settings of the root are not inherited.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _KINDS = {"v": "a view", "m": "a materialized view", "f": "a foreign table", "S"
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table of the source database, for publishing."""
+    """A table of the source database, as needed for publishing."""
 
     oid: int
     schema: str
@@ -39,10 +39,11 @@ class Table:
     kind: str  # r (ordinary) or p (partitioned); others cannot be published
     persistence: str  # p (permanent), u (unlogged) or t (temporary)
     is_partition: bool
-    is_identified: bool  # Updates and deletes may be published: by its own identity, for a root by its primary key
-    is_owned: bool  # We have its owner's rights, who alone may publish it
+    # Updates and deletes may be published: because of its own identity, or for a root its primary key
+    is_identified: bool
+    is_owned: bool  # We have the owner's rights, which publishing requires
     of_extension: bool  # An extension created it
-    parents: tuple[int, ...]  # The tables it inherits from, at any distance
+    parents: tuple[int, ...]  # The tables it inherits from, directly or indirectly
 
     @property
     def name(self) -> str:
@@ -76,8 +77,8 @@ def read_tables(conn: Connection) -> list[Table]:
 
 
 def choose_tables(everything: Sequence[Table], selection: Selection, *, roots: bool = True) -> list[Table]:
-    """The tables to publish: those named, with inheriting ones, or all the user's (of some schemas). A partitioned table
-    stands for its partitions; without `roots` (PostgreSQL 12) its partitions stand for it."""
+    """The tables to publish: those named, with inheriting ones, or all the user's (in some schemas). A partitioned
+    table stands for its partitions; without `roots` (PostgreSQL 12) its partitions are listed instead."""
     if selection.is_open:
         schemas = selection.schema_names
         chosen = [t for t in everything if _belongs_to_all(t) and (selection.all_tables or t.schema in schemas)]
@@ -97,10 +98,10 @@ def choose_tables(everything: Sequence[Table], selection: Selection, *, roots: b
 def split_by_identity(
     chosen: Sequence[Table], everything: Sequence[Table], *, via_root: bool
 ) -> tuple[list[Table], list[Table], list[Table]]:
-    """Tables to publish in full; for inserts only; and those of the second whose updates will really be missing. An
-    unidentified root goes to the second, since later partitions may have no identity. Without `via_root` its identified
-    partitions go to the first: the server sends what any of the publications allows. With it there is one table, whose rows
-    have a key or have none."""
+    """Three lists: tables to publish in full, tables to publish for inserts only, and those of the second list whose
+    updates will really be missing. An unidentified root goes to the second, since later partitions may have no
+    identity. Without `via_root` its identified partitions go to the first: the server sends what any of the
+    publications allows. With it there is one table, and either all its rows have a key or none do."""
     full: dict[int, Table] = {}
     inserts: list[Table] = []
     incomplete: list[Table] = []
@@ -108,7 +109,7 @@ def split_by_identity(
     oids = {table.oid for table in chosen} if via_root else set()
     for table in chosen:
         if table.is_partition and oids.intersection(table.parents):
-            continue  # its changes come as those of the root
+            continue  # its changes are sent as the root's
         partitions = [leaf for leaf in leaves if table.oid in leaf.parents] if table.kind == "p" else []
         if table.is_identified and all(leaf.is_identified for leaf in partitions):
             full[table.oid] = table
@@ -122,13 +123,14 @@ def split_by_identity(
 
 
 def _belongs_to_all(table: Table) -> bool:
-    """Neither ours nor an extension's (often a superuser's, who alone could publish them)."""
+    """Whether a table counts when all tables are wanted: not ours, and not an extension's (often owned by a superuser,
+    who alone could publish it)."""
     ours = table.table.startswith("pgcdc_")
     return not (ours or table.of_extension or table.is_partition) and _why_not(table) is None
 
 
 def find_table(everything: Sequence[Table], name: str, flag: str = "--tables") -> Table:
-    """The table that `name`, given with `flag`, means; SourceError if it cannot be captured."""
+    """The table that `name`, given with `flag`, refers to. Raises SourceError if it cannot be captured."""
     wanted = split_table(name)
     found = next((table for table in everything if (table.schema, table.table) == wanted), None)
     if found is None:
@@ -141,7 +143,7 @@ def find_table(everything: Sequence[Table], name: str, flag: str = "--tables") -
 
 
 def _suggest(tables: Sequence[Table], name: str, flag: str) -> str:
-    """The same name in another schema or case, or the closest one."""
+    """The same name in another schema or case, or the closest match."""
     for table in tables:
         if table.table.lower() == name.lower():
             return f"Did you mean {table.name}?"
@@ -151,7 +153,7 @@ def _suggest(tables: Sequence[Table], name: str, flag: str) -> str:
 
 
 def _why_not(table: Table) -> str | None:
-    """Why its changes are not in the WAL for us, or None."""
+    """Why we do not get its changes from the WAL, or None."""
     if table.schema in ("pg_catalog", "information_schema"):
         return "a system table"
     if table.kind not in ("r", "p"):
@@ -161,8 +163,8 @@ def _why_not(table: Table) -> str | None:
 
 # --- as the stream describes them
 #
-# Rows read from a table must match the stream: the publications' columns and rows, under the
-# same name (for a partitioned table the root's or the partitions', as published), in the same shape.
+# Rows read from a table must match the stream: the publications' columns and rows, under the same name (for a
+# partitioned table the root's or the partitions', as published), in the same shape.
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +172,8 @@ class PublishedTable:
     relation: Relation  # As the stream's Relation message describes it
     kind: str  # r, or p for the root of partitions
     key: tuple[str, ...]
-    """Columns that identify its rows, in index order: the stream has them in every old row. () if there are none."""
-    row_filter: str | None  # Which rows are published, in SQL; None: all
+    """Columns that identify its rows, in index order; the stream includes them in every old row. () if there are none."""
+    row_filter: str | None  # Which rows are published, as an SQL condition; None: all
 
     @property
     def title(self) -> str:
@@ -183,7 +185,7 @@ class PublishedTable:
 
     @property
     def source(self) -> str:
-        """The FROM clause: rows of inheriting tables belong to those."""
+        """The FROM clause: excludes rows of inheriting tables, which belong to those tables."""
         return self.sql if self.kind == "p" else f"ONLY {self.sql}"
 
     @property
@@ -218,7 +220,7 @@ def read_published(conn: Connection, publications: Sequence[str], only: int = 0)
             ),
         )
         has_key = bool(key) and set(key) <= {column.name for column in relation.columns}
-        # The server sends what any of the publications has.
+        # The server sends a row that any of the publications includes.
         filters = [row_filter, *([found[oid].row_filter] if oid in found else [])]
         either = None if None in filters else " OR ".join(f"({one})" for one in filters)
         found[oid] = PublishedTable(relation, kind, tuple(key) if has_key else (), either)
@@ -229,7 +231,7 @@ def find_published(conn: Connection, publications: Sequence[str], oid: int) -> P
     return next(iter(read_published(conn, publications, oid)), None)
 
 
-# The identity's columns come in every old row. Without one that is an index (full), those of the primary key do.
+# The identity's columns are in every old row. If the identity is no index (FULL), those of the primary key are.
 _PUBLISHED = """
 SELECT c.oid::int8, n.nspname::text, c.relname::text, c.relkind::text, c.relreplident::text, {rules},
        (SELECT coalesce(json_agg(json_build_array(a.attname, a.atttypid::int8, a.atttypmod) ORDER BY a.attnum), '[]')
@@ -246,7 +248,7 @@ LEFT JOIN pg_index i ON i.indrelid = c.oid AND i.indisvalid AND CASE c.relreplid
     WHEN 'd' THEN i.indisprimary AND i.indimmediate WHEN 'f' THEN i.indisprimary WHEN 'i' THEN i.indisreplident END
 WHERE p.pubname = ANY (%s)
 """
-# Also by name: otherwise the server computes the columns of all other tables first.
+# Also filter by name: otherwise the server first computes the columns of all other tables.
 _ONLY = """AND c.oid = %s AND p.tablename = (SELECT relname FROM pg_class WHERE oid = %s)"""
 
 
@@ -261,19 +263,20 @@ class TableColumn:
     type_oid: int
     typmod: int
     ndims: int
-    """Declared dimensions of an array. PostgreSQL does not enforce them, and some ways to create a table lose them: 0."""
+    """Declared dimensions of an array. PostgreSQL does not enforce them, and some ways to create a table lose them:
+    then 0."""
     number: int
     pg_type: str  # As in CREATE TABLE: `numeric(12,2)`
     not_null: bool
-    is_key: bool  # Part of the replica identity: known of deleted rows
-    key_place: int | None  # Its place in the primary key, if any
-    is_deferrable: bool  # Part of a deferrable primary key, which is no replica identity
+    is_key: bool  # Part of the replica identity, and so sent for deleted rows
+    key_place: int | None  # Its index in the primary key, if any
+    is_deferrable: bool  # Part of a deferrable primary key, which cannot be a replica identity
     generated: str
-    """`s` (stored), `v` (virtual) or empty. Virtual columns are never in the stream, stored ones by option."""
-    is_readable: bool  # We may read it
+    """`s` (stored), `v` (virtual) or empty. Virtual columns are never in the stream; stored ones are optional."""
+    is_readable: bool  # We have the right to read it
     missing: str | None = None
-    """The value that older rows have for it, as text: it was added with this constant as default."""
-    since: str = ""  # The transaction that touched its catalog entry last
+    """Its value in older rows, as text: the column was added with this constant as default."""
+    since: str = ""  # The last transaction that changed its catalog entry
 
     @property
     def is_primary_key(self) -> bool:
@@ -288,8 +291,8 @@ def read_columns(conn: Connection, oids: Sequence[int]) -> dict[int, list[TableC
     return found
 
 
-# Columns that an index only includes belong to no key. A missing value is an array of one element; as text of the array it
-# would be quoted, and a box looks like several.
+# Columns that an index merely includes belong to no key. A missing value is an array of one element. In the array's
+# text form it would be quoted, and a box would look like several elements.
 _COLUMNS = """
 SELECT a.attrelid::int8, a.attname::text, a.atttypid::int8, a.atttypmod, a.attndims::int4, a.attnum::int4,
        format_type(a.atttypid, a.atttypmod), a.attnotnull,

@@ -1,7 +1,7 @@
-"""Looks at the catalog regularly, for what no row tells: a table that was altered and not written to since, a partition that
-was attached. A cheap query has a digest of each table; only those with another one are looked at more closely. What is found
-becomes a mark in the stream, behind everything that was written before the look: so nothing of it comes too early, and rows
-in between that tell it first make the mark unnecessary."""
+"""Looks at the catalog regularly for what no row shows: a table that was altered but not written to since, a partition
+that was attached. A cheap query computes a digest of each table; only tables whose digest changed are examined more
+closely. Each finding becomes a mark in the stream, after everything that was written before the look. So no finding
+comes too early, and rows in between that show it first make the mark unnecessary."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from pgcdc.source.postgres.snapshot.releases import schema_mark
 logger = logging.getLogger("pgcdc.capture")
 
 INTERVAL_S = 1.0
-UNKNOWN_S = 0.1  # When there is a partition that nobody knows
-SHARE = 0.01  # Of the time, at most
+UNKNOWN_S = 0.1  # The interval while there is an unknown partition
+SHARE = 0.01  # The largest share of time to spend on looking
 
-# Whatever is altered, a row of the catalog gets another xmin. Statistics do not count: they are written in place.
+# Any change to a table gives a row of the catalog another xmin. Statistics do not: they are updated in place.
 _DIGESTS = """
 WITH RECURSIVE tree AS (
     SELECT i.inhparent AS root, i.inhrelid, i.xmin::text AS since FROM pg_inherits i
@@ -53,7 +53,7 @@ SELECT c.oid::int8, md5(concat_ws(' ', n.nspname, c.relname, c.relreplident, c.r
 FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE c.oid = ANY (%(oids)s::int8[]::oid[])
 """
 
-# Published tables that the stream has not shown, but of which something may have to be known before it does: a root, whose
+# Published tables that the stream has not shown yet, but which may have to be known before it does: a root, whose
 # partitions come and go without a row; and a table with the name of another one, whose rows the targets still have.
 _NEW = """
 SELECT r.prrelid::int8 FROM pg_publication_rel r JOIN pg_publication p ON p.oid = r.prpubid
@@ -62,29 +62,30 @@ WHERE p.pubname = ANY (%s) AND r.prrelid <> ALL (%s::int8[]::oid[]) AND (c.relki
     SELECT * FROM unnest(%s::text[], %s::text[])))
 """
 
-# A partition that was made, filled and truncated by one transaction keeps its file: that is empty, though rows were sent.
+# A partition that was created, filled and truncated in one transaction keeps its file: the file is empty, though rows
+# were sent.
 _EMPTY = "SELECT oid::int8 FROM pg_class WHERE oid = ANY (%s::int8[]::oid[]) AND pg_relation_size(oid) = 0"
 
 
 class CatalogWatch:
-    """Of the tables that the stream has shown, and of new ones that matter before it does. Nothing of it survives a crash:
-    the first look is at all of them."""
+    """Watches the tables that the stream has shown, and new ones that matter before it does. Its state does not survive
+    a crash: the first look covers all of them."""
 
     def __init__(self, publications: Sequence[str], shapes: ShapeObserver, marks: Marks) -> None:
         self._publications = publications
         self._shapes = shapes
         self._marks = marks
-        self._compared: dict[int, tuple[str, ShapeChange]] = {}  # The digest with which it was as known
-        self._asked: dict[int, ShapeChange | None] = {}  # Tables with a mark on its way, as they were known
+        self._compared: dict[int, tuple[str, ShapeChange]] = {}  # The digest at which the table matched what was known
+        self._asked: dict[int, ShapeChange | None] = {}  # Tables with a pending mark, and what was known of them then
         self._due = self._looked = self._cost_s = 0.0
         self.leaves: dict[int, set[int]] = {}
-        """Partitions that the stream has shown, by root. Of a new one the catalog is asked at once: when it is dropped or
-        truncated before the next look, its rows are gone, and nothing tells it."""
+        """Partitions that the stream has shown, by root. The catalog is queried for a new one immediately: if it were
+        dropped or truncated before the next regular look, its rows would be gone without any event."""
         self._old = {oid: set(map(int, _leaves(one) or ())) for oid, one in shapes.current.items()}
-        """Those that are not new, by root: known when we began, or asked about since."""
+        """Partitions that are not new, by root: known when we started, or looked up since."""
 
     def look(self, sql: Connection, *, at_once: bool = False) -> None:
-        """Look if it is time to. What somebody has locked, or drops just now, is looked at later."""
+        """Look if it is time to. Tables that are locked, or being dropped, are looked at later."""
         begun = time.monotonic()
         is_asked = at_once or (begun >= self._looked + max(UNKNOWN_S, 20 * self._cost_s) and self._find_unknown())
         if begun < self._due and not is_asked:
@@ -102,12 +103,12 @@ class CatalogWatch:
         self._due = self._looked + max(INTERVAL_S, self._cost_s / SHARE)
 
     def _find_unknown(self) -> dict[int, set[int]]:
-        """New partitions of roots that can be looked at now. The others that are known are forgotten."""
+        """New partitions of roots that can be looked at now. Partitions that turn out to be known are forgotten."""
         found: dict[int, set[int]] = {}
         for root, shown in list(self.leaves.items()):
             known = self._shapes.current.get(root)
             if known is None:
-                continue  # its row is on its way
+                continue  # its row is still to come
             shown.difference_update(self._old.setdefault(root, set()))
             if not shown or _leaves(known) is None:
                 del self.leaves[root]
@@ -128,7 +129,7 @@ class CatalogWatch:
         names = [_name(one.after) for one in known.values()]
         query = [list(self._publications), list(known), [name[0] for name in names], [name[1] for name in names]]
         changed += [oid for (oid,) in sql.execute(_NEW, query).fetchall() if oid not in self._asked]
-        self._cost_s = time.monotonic() - begun  # of every look
+        self._cost_s = time.monotonic() - begun  # the cost of every look
         unknown = self._find_unknown()
         changed += [oid for oid in unknown if oid not in changed]
         if not changed:
@@ -142,7 +143,7 @@ class CatalogWatch:
         lsn = 0
         for shape in shapes:
             details, before = look.describe(shape), known.get(shape.oid)
-            if details is None:  # it is being altered
+            if details is None:  # it is being altered right now
                 continue
             if before is None:
                 lsn = lsn or wal_place(sql)
@@ -150,7 +151,7 @@ class CatalogWatch:
                 continue
             if shape.oid in unknown and (lost := self._take_shown(sql, before, details)):
                 details["lost"] = list(map(str, lost))
-            # One that has its name again: from here on it is no longer the other table's.
+            # Also a table that has its name again: from here on the name no longer belongs to the other table.
             if is_other(before, shape, details) or shape.oid in taken:
                 lsn = lsn or wal_place(sql)
                 self._ask(lsn, shape, details, before)
@@ -159,19 +160,20 @@ class CatalogWatch:
                 self._compared[shape.oid] = (digests[shape.oid], known[shape.oid])
 
     def _take_shown(self, sql: Connection, root: ShapeChange, details: Mapping[str, Any]) -> list[int]:
-        """Those of its new partitions that the stream has shown and whose rows are gone, if nothing else tells. The others
-        are no longer new."""
+        """The new partitions that the stream has shown and whose rows are gone, if nothing else reports that. The
+        others are no longer new."""
         shown = self.leaves[root.after.oid]
         files, known = details.get("leaves", {}), _leaves(root) or {}
         empty = {oid for (oid,) in sql.execute(_EMPTY, [list(shown)]).fetchall()}
         gone = {one for one in shown if one in empty or str(one) not in files}
         lost = {one for one in gone if known.get(str(one)) in (None, files.get(str(one)))}
-        del self.leaves[root.after.oid]  # last: somebody may have locked one of them, and the next look is to ask again
+        del self.leaves[root.after.oid]  # last: a partition may have been locked, and then the next look must ask again
         self._old[root.after.oid] |= shown - lost
         return sorted(lost)
 
     def _is_changed(self, known: ShapeChange, digest: str) -> bool:
-        """By somebody; or what is known was told by rows or a mark since, and may be older."""
+        """Whether somebody changed the table, or rows or a mark have updated what is known since (and that may be
+        older)."""
         last = self._compared.get(known.after.oid)
         return last is None or last[0] != digest or last[1] is not known
 
@@ -180,7 +182,7 @@ class CatalogWatch:
             if self._shapes.current.get(shape.oid) is before:
                 self._old.setdefault(shape.oid, set()).update(map(int, details.get("lost", ())))
                 return Mark([schema_mark(details)], shape)
-            if "lost" in details:  # rows have told something else first: look again
+            if "lost" in details:  # rows have shown another change first: look again
                 self.leaves.setdefault(shape.oid, set()).update(map(int, details["lost"]))
             return None
 
@@ -189,7 +191,7 @@ class CatalogWatch:
 
 
 def _leaves(known: ShapeChange) -> Mapping[str, int] | None:
-    """The partitions that a root is known to have."""
+    """The known partitions of a root."""
     found: Mapping[str, int] | None = (known.details or {}).get("leaves")
     return found
 
