@@ -1,4 +1,5 @@
-"""`pgcdc config`: create a file, show the effective settings, print the schema. `pgcdc validate`: would it run?"""
+"""`pgcdc config`: create a file, show the effective settings, print the schema. `pgcdc validate`: check that it would
+run."""
 
 from __future__ import annotations
 
@@ -84,7 +85,7 @@ def validate(ctx: typer.Context, config: Annotated[Path | None, CONFIG_OPTION] =
         raise typer.Exit(2)
 
 
-# --- whether a configuration would run: every check in the order of a start. Nothing is started, nothing is left behind
+# --- would this configuration run? All checks in the order of a start; nothing is started or left behind
 
 
 def _run_checks(flags: dict[str, Any], path: Path | None) -> Iterator[Finding]:
@@ -99,11 +100,11 @@ def _run_checks(flags: dict[str, Any], path: Path | None) -> Iterator[Finding]:
 
 
 def run_checks(config: PipelineSettings) -> Iterator[Finding]:
-    """Everything that a start needs, in the order in which it would need it. What cannot be looked at is skipped."""
+    """Check everything that a start needs, in the same order. Skips checks whose subject cannot be reached."""
     yield _try("java", _look_at_java)
     state = _try("state directory", partial(_look_at_state, config))
     yield state
-    if state.status == "failed":  # the rest is looked at as if it were new
+    if state.status == "failed":  # run the other checks as for a new directory
         config = config.model_copy(update={"state_dir": Path(tempfile.gettempdir()) / f"pgcdc-none-{uuid.uuid4()}"})
     yield from _check_source(config)
     for spec in config.adapter_specs:

@@ -1,4 +1,4 @@
-"""`pgcdc dlq`: look at dead letters, deliver them again, throw them away; also beside a pipeline that runs."""
+"""`pgcdc dlq`: list, show, replay and purge dead letters, even while a pipeline runs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ File = Annotated[Path | None, CONFIG_OPTION]
 
 
 class StoreCommand(SettingsCommand):
-    """Only settings that say which letters are meant. What the last run had is the default."""
+    """Accepts only settings that locate dead letters. They default to those of the last run."""
 
     taken = ("db", "dlq", "dlq_db", "dlq_file", "dlq_table", "state_dir")
 
@@ -137,12 +137,12 @@ def purge_command(
     if waiting and not yes:
         refusal = f"deleting {what} needs a confirmation"
         confirm(f"Delete {what}? Their events are lost then", refusal, "Add --yes; or --settled to keep those")
-    chosen = replace(query, ids=tuple(one.id for one in found))  # what came meanwhile was not asked about
+    chosen = replace(query, ids=tuple(one.id for one in found))  # leave letters that arrived after the question
     typer.echo(f"{_count(letters.store.purge(chosen))} deleted")
 
 
 class ReplayCommand(SettingsCommand):
-    """All settings but which adapters there are: `--adapter` says whose letters."""
+    """Accepts all settings except those that choose adapters: `--adapter` selects whose letters to replay."""
 
     left_out = ("adapters",)
 
@@ -219,7 +219,7 @@ def _say_plan(flags: dict[str, Any], file: Path | None, counts: Counter[str], *,
 
 
 class _Letters:
-    """The configured letters; or those of the last run, without a configuration."""
+    """The store of the configuration, or without one, the store of the last run."""
 
     def __init__(self, flags: dict[str, Any], file: Path | None) -> None:
         loaded = load(flags, os.environ, file)
@@ -235,7 +235,7 @@ class _Letters:
             )
         if not is_said:
             last = read_json(self.state.run_status) or {}
-            if last.get("dlq") == "pg_table" and last.get("dlq_elsewhere"):  # not a table at the source
+            if last.get("dlq") == "pg_table" and last.get("dlq_elsewhere"):  # else a table at the source
                 raise ConfigError(
                     "the dead letters of the last run are in a database of their own",
                     "Give it in PGCDC_DLQ_DB, or --dlq-db",
@@ -255,7 +255,7 @@ class _Letters:
         self.store: ReadableDeadLetters = store
 
     def check_whose(self, ids: list[str] | None) -> None:
-        """Several pipelines may share a store: what changes letters must know whose they are."""
+        """Several pipelines may share a store, so a command that changes letters must name an adapter."""
         if not ids and self.state.identity() is None:
             raise ConfigError(
                 f"there is no pipeline in {self.state.path}: it is not known whose dead letters are meant",
@@ -272,7 +272,7 @@ class _Letters:
         is_waiting: bool | None,
         limit: int = 0,
     ) -> Query:
-        """A misspelt adapter, or the last of several, must not look as if there were no letters."""
+        """Refuses unknown adapters, so that a typo does not look like an empty list."""
         if len(names or ()) > 1:
             raise ConfigError("--adapter is given more than once", "Name one adapter here; without it, all are meant")
         name = names[0] if names else None
@@ -284,7 +284,7 @@ class _Letters:
         return Query(pipeline, name, tuple(ids or ()), _time(since), _time(before), is_waiting, None, limit)
 
     def get(self, name: str) -> DeadLetter:
-        """One letter."""
+        """The letter with this id, or a prefix of it."""
         letter = next(self.store.find(Query(ids=(name,))), None)
         if letter is None:
             raise ConfigError(f"there is no dead letter {name}", "See: pgcdc dlq list")
@@ -292,7 +292,7 @@ class _Letters:
 
 
 def _time(text: str | None) -> datetime | None:
-    """`24h` ago, or an ISO 8601 time (UTC by default)."""
+    """Parse `24h` (that long ago) or an ISO 8601 time (UTC by default)."""
     if text is None:
         return None
     try:
@@ -331,13 +331,13 @@ def _ago(time: datetime) -> str:
 
 
 def own_options(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """The flags that say where an adapter delivers to."""
+    """The flags that choose an adapter's target."""
     own = [key for key, (_, name) in FLAT_KEYS.items() if name not in DeliveryOptions.model_fields]
     return {key: flags[key] for key in own if key in flags}
 
 
 def plan_destinations(flags: Mapping[str, Any], file: Path | None, adapters: list[str]) -> dict[str, Destination]:
-    """Where the letters of each adapter go. A flag names another target than the one in the configuration."""
+    """Where the letters of each adapter go. A flag overrides the target in the configuration."""
     others = own_options(flags)
     base = load({key: value for key, value in flags.items() if key not in others}, os.environ, file)
     specs = {spec.name: spec for spec in base.config.adapter_specs} if ("adapters",) in base.origins else {}
@@ -348,7 +348,7 @@ def plan_destinations(flags: Mapping[str, Any], file: Path | None, adapters: lis
         given: dict[str, Any] = {}
         if spec := specs.get(name):
             given = {FLAT_KEYS[key][1]: one for key, one in others.items() if FLAT_KEYS[key][0] == spec.type}
-        elif name in ADAPTERS:  # there is no file: the flags are the configuration
+        elif name in ADAPTERS:  # no file: the flags are the configuration
             spec = load({**flags, "adapters": [name]}, os.environ, file).config.adapter_specs[0]
         else:
             raise ConfigError(

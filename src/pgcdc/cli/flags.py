@@ -1,5 +1,7 @@
-"""Flags made from the configuration's model, the only place of a setting. They are made when a command needs them, so that
-`pgcdc --help` and small commands do not load the model."""
+"""Command-line flags, generated from the configuration's model.
+
+They are built only when a command needs them, so that `pgcdc --help` and small commands do not load the model.
+"""
 
 from __future__ import annotations
 
@@ -16,21 +18,21 @@ EPILOG = (
     "-cb-max-failures, -cb-reset, -rate-limit and -rate-limit-burst. See docs/configuration.md."
 )
 
-TWO_WAY = ("streaming",)  # Switches that are neither on nor off by default
+TWO_WAY = ("streaming",)  # Switches whose default is neither on nor off
 
 
 class SettingsCommand(TyperCommand):
-    """A command that takes every setting as a flag, beside those of its function."""
+    """A command that accepts every setting as a flag, in addition to those of its function."""
 
-    left_out: tuple[str, ...] = ()  # Settings that it does not take
-    taken: tuple[str, ...] = ()  # Only these, if any are named
+    left_out: tuple[str, ...] = ()  # Settings that it does not accept
+    taken: tuple[str, ...] = ()  # If set, it accepts only these
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "epilog": None if self.taken else EPILOG})
         self._own: list[str] | None = None
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """With the settings first."""
+        """The settings, followed by the function's own flags."""
         if self._own is None:
             self._own = [param.name or "" for param in self.params]
             settings = [one for one in _make_params() if one.name not in self.left_out]
@@ -39,7 +41,7 @@ class SettingsCommand(TyperCommand):
         return super().get_params(ctx)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """With advice for flags of the manual that do not exist."""
+        """Adds advice for flags of the manual that do not exist here."""
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
@@ -51,7 +53,7 @@ class SettingsCommand(TyperCommand):
             raise
 
     def invoke(self, ctx: Any) -> Any:
-        """The function gets its own flags; it asks for the settings with `given_flags`."""
+        """Call the function with its own flags; it reads the settings with `given_flags`."""
         assert self.callback is not None
         return ctx.invoke(self.callback, **{name: ctx.params[name] for name in self._own or []})
 
@@ -103,7 +105,7 @@ def _make_params() -> list[Any]:
 
 
 def _choices(annotation: Any) -> str:
-    """The placeholder of the value in the help: the choices, if any."""
+    """The placeholder for the value in the help: its choices, if there are any."""
     parts = (annotation, *get_args(annotation))
     found = [one for part in parts for one in get_args(part) if isinstance(one, str)]
     return "|".join(dict.fromkeys(found)) or "TEXT"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def listen(ctx: typer.Context, config: Annotated[Path | None, CONFIG_OPTION] = None) -> None:
     """Deliver every committed change to the adapters, exactly once, until stopped."""
-    logging.disable(logging.ERROR)  # libraries log what we report ourselves, in one line and with advice
+    logging.disable(logging.ERROR)  # libraries also log what we report in one line with advice
     with exit_on_error():
         from pgcdc.config import load_config
         from pgcdc.run.pipeline import Pipeline
@@ -38,14 +38,15 @@ def listen(ctx: typer.Context, config: Annotated[Path | None, CONFIG_OPTION] = N
 
 
 def _end_at_once(code: int) -> NoReturn:
-    """Exit without waiting for anything, and kill the adapters' commands."""
-    if commands := sys.modules.get("pgcdc.sink.exec"):  # not loaded: there are none
+    """Exit without waiting, and kill the adapters' commands."""
+    if commands := sys.modules.get("pgcdc.sink.exec"):  # if not loaded, there are none
         commands.end_all()
     os._exit(code)
 
 
 def _stop_on_signals(pipeline: Pipeline) -> None:
-    """The first signal stops in order; the second exits at once (nothing is lost: unconfirmed events come again)."""
+    """The first signal stops cleanly; the second exits immediately. Nothing is lost: unconfirmed events are
+    repeated."""
     from pgcdc.run.pipeline import StopNow
 
     seen = 0
@@ -76,7 +77,7 @@ def playground(
 ) -> None:
     """A PostgreSQL of its own under random traffic, captured through Spark and compared at the end."""
     with exit_on_error():
-        # PGSSLMODE, PGOPTIONS and the like are for the user's databases, not for ours
+        # PGSSLMODE, PGOPTIONS and the like are for the user's databases, not the playground's
         for name in [name for name in os.environ if name.startswith("PG") and not name.startswith("PGCDC_")]:
             del os.environ[name]
         typer.echo("pgcdc: loading")
@@ -85,7 +86,7 @@ def playground(
 
             code = run_playground(seconds, rate, seed, keep)
         except KeyboardInterrupt:
-            # everything is cleaned up; an interrupted pipeline must not delay the exit
+            # everything is cleaned up; a pipeline that was interrupted must not delay the exit
             sys.stdout.flush()
             os._exit(INTERRUPTED)
         raise typer.Exit(code)

@@ -1,4 +1,4 @@
-"""`pgcdc`: the commands. The module of a command is imported when it is called, so that `pgcdc --help` is quick."""
+"""The commands of `pgcdc`. Each one's module is imported only when it is called, which keeps `pgcdc --help` fast."""
 
 from __future__ import annotations
 
@@ -27,17 +27,18 @@ COMMANDS = {
     "slot": "List, inspect and drop replication slots.",
     "consumer": "Consumers of a slot: each holds back WAL until it has acknowledged.",
 }
-"""With their help lines. Each is a function of that name or a group `<name>_app` in the module `pgcdc.cli.<name>`."""
+"""The commands with their help lines. Each is a function of that name, or a group `<name>_app`, in
+`pgcdc.cli.<name>`."""
 _MODULES = {
     "validate": "config", "slot": "source", "consumer": "source", "describe": "source", "resync": "source",
     "reload": "status", "playground": "listen", "version": "main",
 }  # fmt: skip
-"""Where the module has another name."""
+"""Commands that are in a module with another name."""
 WITH_SETTINGS = ("listen", "validate")  # Commands that take every setting as a flag
 
 
 class _Commands(TyperGroup):
-    """Loads a command when it is called; the list of commands needs only its help line."""
+    """Loads a command when it is called; listing the commands needs only the help lines."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
@@ -76,7 +77,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # it takes longer to load than all the rest
+    rich_markup_mode=None,  # it takes longer to load than everything else
 )
 
 
@@ -112,6 +113,6 @@ def main() -> Any:
     if sys.argv[1:] in (
         ["version"],
         ["--version"],
-    ):  # no flags: their parser takes longer to load than all the rest
+    ):  # no flags: their parser takes longer to load than everything else
         return version()
     sys.exit(app())

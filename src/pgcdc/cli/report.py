@@ -1,4 +1,4 @@
-"""Output of commands: errors in one line with their exit code, tables, and progress of reading rows."""
+"""Output of commands: one-line errors with exit codes, tables, and progress of reading rows."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ LINE_INTERVAL_S = 10.0
 
 
 def say(text: str) -> None:
-    """A line for people, on stderr."""
+    """Print a line for people, on stderr."""
     print(f"pgcdc: {text}", file=sys.stderr, flush=True)
 
 
 @contextmanager
 def exit_on_error() -> Iterator[None]:
-    """Around the body of a command, or as its decorator: our errors become a line on stderr and an exit code.
+    """Turns our errors into a line on stderr and an exit code. Use it around the body of a command, or as its
+    decorator.
 
-    Anything else is a defect and keeps its traceback.
+    Any other exception is a bug and keeps its traceback.
     """
     try:
         yield
@@ -36,25 +37,25 @@ def exit_on_error() -> Iterator[None]:
         raise typer.Exit(error.exit_code) from None
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
-    except BrokenPipeError:  # `pgcdc slot list | head`: the reader is gone, and the flush at exit must not complain
+    except BrokenPipeError:  # `pgcdc slot list | head`: avoid an error from the flush at exit
         drop_output()
         raise typer.Exit(0) from None
 
 
 def confirm(question: str, refusal: str, advice: str = "Add --yes") -> None:
-    """Ask on a terminal; elsewhere nobody can answer, which is an error."""
+    """Ask on a terminal. Elsewhere nobody can answer, so it is an error."""
     if not sys.stdin.isatty():
         raise ConfigError(refusal, advice)
     typer.confirm(question, abort=True)
 
 
 def drop_output() -> None:
-    """Nobody reads it."""
+    """Discard further output, since nobody reads it."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A drawn table on a terminal, tabs where a program reads on."""
+    """A drawn table on a terminal; tab-separated for other programs."""
     if not sys.stdout.isatty():
         for row in (header, *rows):
             typer.echo("\t".join(row))
@@ -73,7 +74,7 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def show(value: object) -> str:
-    """A value for people."""
+    """Format a value for people."""
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -81,7 +82,7 @@ def show(value: object) -> str:
     return str(value)
 
 
-# --- progress of reading tables: bars on a terminal, otherwise a line now and then; always on stderr
+# --- progress of reading tables: bars on a terminal, otherwise a line from time to time; always on stderr
 
 
 class Bars:
@@ -101,12 +102,12 @@ class Bars:
         self._progress.update(self._tasks[table], completed=rows, total=total, what=what)
 
     def close(self) -> None:
-        """Leave them as they are; what comes next is printed below."""
+        """Leave the bars as they are and continue below them."""
         self._progress.stop()
 
 
 class CopyProgress:
-    """Shows a copy's progress: called when a table begins, now and then, and when it is complete."""
+    """Shows a copy's progress. Called when a table starts, from time to time, and when the table is complete."""
 
     def __init__(self, interval_s: float = LINE_INTERVAL_S, *, live: bool | None = None) -> None:
         self._interval_s = interval_s
@@ -130,20 +131,21 @@ class CopyProgress:
             say(f"table {table}: {text}")
 
     def close(self) -> None:
-        """Nothing more will come, be it complete or not."""
+        """The copy has ended, complete or not."""
         if self._bars is not None:
             self._bars.close()
 
 
 class SnapshotProgress:
-    """Shows the initial snapshot's progress: bars on a terminal, else a line every ten seconds, and one at the end."""
+    """Shows the initial snapshot's progress: bars on a terminal, otherwise a line every ten seconds and one at the
+    end."""
 
     def __init__(self, *, live: bool = False) -> None:
         self._bars = Bars() if live else None
         self._due = 0.0
 
     def show(self, status: dict[str, Any]) -> None:
-        """Take the status of now."""
+        """Update the display with the current status."""
         if self._bars is not None and status["status"] != "complete":
             for one in status.get("tables", ()):
                 self._bars.draw(
@@ -157,7 +159,7 @@ class SnapshotProgress:
 
 
 def describe_seconds(seconds: float | None) -> str:
-    """`45 s`, `3 min 20 s`, `2 h 5 min`; `-` if that is not known."""
+    """`45 s`, `3 min 20 s`, `2 h 5 min`; `-` if unknown."""
     if seconds is None:
         return "-"
     whole = round(seconds)
@@ -169,7 +171,7 @@ def describe_seconds(seconds: float | None) -> str:
 
 
 def describe_rows(rows: int, estimated_rows: int, seconds: float) -> str:
-    """`120,000 of about 1,000,000 rows (12 %), 60,000 rows/s, 15 s left`; an estimate that was passed is not shown."""
+    """`120,000 of about 1,000,000 rows (12 %), 60,000 rows/s, 15 s left`. Omits an estimate that was exceeded."""
     rate = rows / seconds if seconds > 0 else 0.0
     if rows >= estimated_rows:
         return f"{rows:,} rows, {rate:,.0f} rows/s"
@@ -179,7 +181,7 @@ def describe_rows(rows: int, estimated_rows: int, seconds: float) -> str:
 
 
 def describe_snapshot(status: dict[str, Any]) -> str:
-    """One line: what is there, and of the tables that are just read how far they are."""
+    """One line: the tables that are complete, and the progress of those being read."""
     tables = status.get("tables", [])
     if status["status"] == "complete":
         moved = [one["table"] for one in tables if one["status"] == "moved"]

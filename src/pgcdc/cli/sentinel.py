@@ -1,4 +1,4 @@
-"""`pgcdc sentinel`: do all targets have everything that was committed before now?"""
+"""`pgcdc sentinel`: check that all targets have everything committed before now."""
 
 from __future__ import annotations
 

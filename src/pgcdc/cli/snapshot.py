@@ -1,4 +1,4 @@
-"""`pgcdc snapshot`: the existing rows, once through adapters or to Parquet, or again in a running stream."""
+"""`pgcdc snapshot`: copy the existing rows once, through adapters or to Parquet, or reread them in a running stream."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from pgcdc.config import Config
     from pgcdc.run.copy_source import Wanted
 
-NOBODY_READS = 128 + signal.SIGPIPE  # The exit code of Unix commands whose reader has gone
+NOBODY_READS = 128 + signal.SIGPIPE  # The exit code of a Unix command whose reader has closed the pipe
 DONE = {"pause": "paused", "resume": "goes on", "stop": "stopped"}
 TYPES = ("numeric", "out_of_range", "arrays", "composites")
 
 
 class SnapshotCommand(SettingsCommand):
-    """What a copy takes of the settings: database, tables, adapters, transforms and types."""
+    """Accepts the settings that a copy uses: database, tables, adapters, transforms and types."""
 
     left_out = (
         "table", "changelog", "truncate", "slot_name", "persistent_slot", "temporary_slot", "start_from", "streaming",
@@ -118,11 +118,11 @@ def _flag(name: str) -> str:
     return "--adapter" if name == "adapters" else f"--{name.replace('_', '-')}"
 
 
-# --- once
+# --- a one-time copy
 
 
 def _wanted(settings: Config, flags: dict[str, Any], names: list[str], where: str) -> Wanted:
-    """The tables of the flags, or else of the configuration."""
+    """The tables from the flags, or otherwise from the configuration."""
     from pgcdc.postgres.selection import Selection
     from pgcdc.run.copy_source import Wanted
 
@@ -167,7 +167,7 @@ def _copy(settings: Config, wanted: Wanted, to: str, partitions: int | None, typ
         if not isinstance(error.__cause__, BrokenPipeError) or len(specs) > 1:
             raise
         drop_output()
-        raise typer.Exit(NOBODY_READS) from None  # `| head`: it has what it wanted
+        raise typer.Exit(NOBODY_READS) from None  # `| head`: the reader has enough
     except KeyboardInterrupt:
         say("stopped: the copy is not complete")
         raise
@@ -177,7 +177,8 @@ def _copy(settings: Config, wanted: Wanted, to: str, partitions: int | None, typ
 
 
 def _parquet_folder(settings: Config, wanted: Wanted, to: str, partitions: int | None) -> Path:
-    """The folder of `--to`. Parquet has the tables' columns: refuse settings that would hide some of them."""
+    """The folder of `--to`. Parquet contains the tables' own columns, so refuse settings that would hide some of
+    them."""
     if "adapters" in settings.model_fields_set:
         raise ConfigError("--to and --adapter are given", "Give one of them")
     rules = wanted.selection.row_filters or wanted.selection.columns or wanted.publication
@@ -198,12 +199,12 @@ def _parquet_folder(settings: Config, wanted: Wanted, to: str, partitions: int |
 
 
 def _end(number: int, _: FrameType | None) -> None:
-    """Like an interrupt from the keyboard: unfinished output is removed."""
+    """Treat the signal like Ctrl-C, which removes unfinished output."""
     signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
-# --- in a stream
+# --- in a running stream
 
 
 def _add(names: list[str], where: str, chunk_size: int, chunk_delay: str, state: StateDir) -> None:
@@ -232,7 +233,7 @@ def _add(names: list[str], where: str, chunk_size: int, chunk_delay: str, state:
 
 
 def print_snapshots(snapshots: list[dict[str, Any]]) -> None:
-    """A table of what is read, for people; also for `pgcdc status`."""
+    """Print the snapshots in progress as a table for people; also used by `pgcdc status`."""
     from pgcdc.cli.report import describe_seconds
 
     header = ["id", "table", "kind", "status", "rows", "of about", "percent", "rows/s", "left", "error"]

@@ -1,4 +1,4 @@
-"""`pgcdc slot`, `pgcdc consumer`, `pgcdc describe`: what a server and a state directory hold; and `pgcdc resync`."""
+"""`pgcdc slot`, `pgcdc consumer` and `pgcdc describe` show a server and a state directory; and `pgcdc resync`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`pgcdc status` and `pgcdc reload`: how a pipeline is doing, and new transforms for it, from another terminal."""
+"""`pgcdc status` and `pgcdc reload`: check on a running pipeline, or reload its transforms, from another terminal."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def status(
 
 
 def read_status(state_dir: Path) -> dict[str, Any]:
-    """One flat report: from the run and the capture, and of what does not run from what it left durably."""
+    """One flat report from the run and the capture. If one is not running, from the state it left behind."""
     from pgcdc.capture.control import ask
     from pgcdc.run.verify.report import describe_last
 
@@ -90,7 +90,8 @@ def read_status(state_dir: Path) -> dict[str, Any]:
 
 
 def _last_run(state: StateDir) -> dict[str, Any]:
-    """What a run left: its status at its end, or at the start of streaming if it was killed. Acks are always current."""
+    """What a run left behind: its last status, or the one from the start of streaming if it was killed. Acks are always
+    current."""
     from pgcdc.sink.contract import Progress
 
     run: dict[str, Any] = read_json(state.run_status) or {}
@@ -101,7 +102,7 @@ def _last_run(state: StateDir) -> dict[str, Any]:
 
 
 def _last_capture(state: StateDir) -> dict[str, Any]:
-    """The last status of a capture that ended in order, or what is known of a killed one."""
+    """The last status of a capture that ended cleanly, or what is known about a killed one."""
     from pgcdc.postgres.lsn import format_lsn
     from pgcdc.spool.consumers import Consumers
 
@@ -110,7 +111,8 @@ def _last_capture(state: StateDir) -> dict[str, Any]:
 
 
 def _snapshots_of(state: StateDir, capture: dict[str, Any], capturing: bool) -> list[dict[str, Any]]:
-    """Tables of an incomplete initial snapshot, and incremental ones: those known to the capture, or waiting."""
+    """Tables of an incomplete initial snapshot, and incremental snapshots that the capture knows of or that are
+    waiting."""
     from pgcdc.run.control import list_snapshots
 
     initial = capture.get("initial_snapshot") or {"status": "complete"}

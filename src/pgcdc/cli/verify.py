@@ -1,4 +1,4 @@
-"""`pgcdc verify`: are the targets equal to the source?"""
+"""`pgcdc verify`: check that the targets are equal to the source."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class VerifyCommand(SettingsCommand):
-    """All settings of the pipeline but which adapters and tables there are: own flags narrow these."""
+    """Accepts all settings except those that choose adapters and tables: the command's own flags narrow these down."""
 
     left_out = ("adapters", "table", "once", "warm_up", "verify_every")
 
@@ -69,7 +69,7 @@ verify_app.command("verify", cls=VerifyCommand)(verify)
 
 
 def _load(flags: dict[str, Any], file: Path | None, names: list[str]) -> Loaded:
-    """The configuration. Without adapters in a file or a variable, `--adapter` says which there are."""
+    """The configuration. If neither file nor variable names adapters, `--adapter` does."""
     from pgcdc.config.layers import load
 
     loaded = load(flags, os.environ, file)
@@ -81,7 +81,7 @@ def _load(flags: dict[str, Any], file: Path | None, names: list[str]) -> Loaded:
 
 
 def print_report(report: Report) -> None:
-    """For people."""
+    """Print the report for people."""
     counts = ("rows", "ranges", "equal", "missing", "extra", "different", "unsettled", "dead_letters")
     header = ["adapter", "table", "outcome", *(one.replace("_", " ") for one in counts)]
     rows = [

@@ -1,12 +1,12 @@
-"""Connections to the source database: the only module that opens one or quotes a name.
+"""Connections to the source database. No other module opens connections or quotes names.
 
-Every session, walsenders too, is pinned with SET right after connecting: pgoutput's text depends on these settings. SET wins
-over everything; startup options win over ALTER ROLE and ALTER DATABASE, but not over PGTZ and PGDATESTYLE in our
-environment, which libpq sends after them.
+Every session, including walsenders, is pinned with SET right after connecting, because pgoutput's text depends on these
+settings. SET overrides everything. Startup options would override ALTER ROLE and ALTER DATABASE, but not PGTZ and
+PGDATESTYLE in our environment, which libpq sends after them.
 
-Failures that may heal (refused, timeout, starting up, too many connections, unknown host: name services have outages) are
-ConnectionLost; permanent ones (password, database, right, URL) are SourceError. libpq gives no SQLSTATE for a failed
-connection, so its text decides; unknown text (another language) counts as may-heal.
+Failures that may go away (refused, timeout, starting up, too many connections, unknown host, since name services have
+outages) are ConnectionLost. Permanent ones (password, database, right, URL) are SourceError. libpq gives no SQLSTATE
+for a failed connection, so its text decides; unknown text (another language) counts as temporary.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FALLBACKS = {
     "keepalives_idle": "30",
     "keepalives_interval": "10",
     "keepalives_count": "3",
-    "tcp_user_timeout": "60000",  # ms; keepalives are not sent while a status update waits for its TCP ack
+    "tcp_user_timeout": "60000",  # ms; no keepalives are sent while a status update waits for its TCP ack
 }
 
 _SESSION = {
@@ -51,7 +51,7 @@ _URL_ADVICE = (
     "Write postgresql://user:password@host:5432/database, with @ : / ? # % in the password percent-encoded (@ is %40)"
 )
 
-# libpq's messages for permanent failures, and the advice.
+# libpq's messages for permanent failures, with our advice.
 _PERMANENT = [
     (r"password authentication failed|no password supplied", "Check user name and password (or PGPASSWORD, ~/.pgpass)"),
     (r"no pg_hba.conf entry|pg_hba.conf rejects", "Allow this user, database and host in the server's pg_hba.conf"),
@@ -92,14 +92,14 @@ def connect(
 ) -> Connection:
     """Open a session with pinned settings, in autocommit.
 
-    `url` is a postgres:// or postgresql:// URL or a key=value DSN; its timeouts and keepalives are kept. With `replication`
-    it is a walsender for logical replication: use its `pgconn`. With `may_retry=False` (nothing runs yet) an unreachable
-    server is a SourceError, so that the command exits 2, not ConnectionLost.
+    `url` is a postgres:// or postgresql:// URL or a key=value DSN; its timeouts and keepalives are kept. With
+    `replication` it is a walsender for logical replication: use its `pgconn`. With `may_retry=False` (nothing runs yet)
+    an unreachable server raises SourceError instead of ConnectionLost, so that the command exits with 2.
     """
     params = parse_url(url)
     fallbacks = _FALLBACKS | {"connect_timeout": str(connect_timeout_s), "fallback_application_name": application_name}
     overrides = {"client_encoding": "UTF8"} | ({"replication": "database"} if replication else {})
-    if application_name != "pgcdc":  # identifies our own sessions: it wins over the URL
+    if application_name != "pgcdc":  # identifies our own sessions, so it overrides the URL
         overrides["application_name"] = application_name
     try:
         conn = psycopg.connect(make_conninfo("", **{**fallbacks, **params, **overrides}), autocommit=True)
@@ -114,10 +114,11 @@ def connect(
 
 
 def parse_url(url: str) -> dict[str, Any]:
-    """The connection parameters in a URL or DSN. The SourceError quotes no part of it: that may be the password."""
+    """The connection parameters in a URL or DSN. The SourceError never quotes the URL, which may contain the
+    password."""
     try:
         params = conninfo_to_dict(url)
-    except UnicodeEncodeError:  # bytes of a variable or a flag that are none
+    except UnicodeEncodeError:  # a variable or flag contained bytes that are not text
         raise SourceError("the database URL cannot be read (it is not UTF-8 text)", _URL_ADVICE) from None
     except psycopg.Error as exc:
         reason = str(exc).partition('"')[0].strip(" :\n") or "syntax error"
@@ -130,7 +131,7 @@ def parse_url(url: str) -> dict[str, Any]:
 
 
 def url_passwords(url: str | None) -> set[str]:
-    """The passwords in a database URL; none if it cannot be read."""
+    """The passwords in a database URL; none if it cannot be parsed."""
     try:
         return {str(value) for key, value in parse_url(url or "").items() if "password" in key and value}
     except PgcdcError:
@@ -146,7 +147,7 @@ def redact(url: str) -> str:
         sane = False
     if not found:
         return _redact_dsn(url) if sane else "***"
-    if not sane:  # an unencoded @ / ? in the password: everything up to the last @ may be part of it
+    if not sane:  # unencoded @, / or ? in the password: it may extend to the last @
         user, colon, _ = rest.partition(":")
         return f"{scheme}://{user}:***@{rest.rpartition('@')[2]}" if colon and "@" in rest else f"{scheme}://***"
     rest = re.sub(r"^([^:@/?]*):[^@]*@", r"\1:***@", rest)
@@ -159,7 +160,7 @@ def _redact_dsn(dsn: str) -> str:
 
 
 def _is_mangled(params: dict[str, Any]) -> bool:
-    """Whether an unencoded character in the password moved a part of it to another field."""
+    """Whether an unencoded character in the password moved part of it into another field."""
     host, port, dbname = (str(params.get(key) or "") for key in ("host", "port", "dbname"))
     numeric = all(part == "" or (part.isascii() and part.isdigit()) for part in port.split(","))
     return "@" in host or not numeric or ("@" in dbname and "user" not in params)
@@ -168,14 +169,14 @@ def _is_mangled(params: dict[str, Any]) -> bool:
 def _pin_session(conn: Connection) -> None:
     settings = dict(_SESSION)
     settings.update({name: "0" for name, since in _SESSION_SINCE.items() if conn.info.server_version >= since})
-    # one simple query: a walsender accepts nothing else
+    # a walsender accepts only a single simple query
     result = conn.pgconn.exec_("".join(f"SET {k} = {quote_literal(v)};" for k, v in settings.items()).encode())
     if result.status != psycopg.pq.ExecStatus.COMMAND_OK:
         raise psycopg.errors.error_from_result(result)
 
 
 def _explain(exc: psycopg.Error, params: dict[str, Any], may_retry: bool) -> SourceError:
-    """One line and advice for a failed connection; never with the password in it."""
+    """One line and advice for a failed connection. Never contains the password."""
     text, _, attempts = str(exc).partition("Multiple connection attempts failed")
     text = _hide_password(" ".join(_LIBPQ_NOISE.sub("", text).replace("\nDETAIL:", ":").split()), params).rstrip(".")
     host = params.get("host") or params.get("hostaddr") or os.environ.get("PGHOST") or "the local server"
@@ -192,7 +193,7 @@ def _explain(exc: psycopg.Error, params: dict[str, Any], may_retry: bool) -> Sou
 def _hide_password(text: str, params: dict[str, Any]) -> str:
     public = [str(params.get(key) or "") for key in ("host", "port", "user", "dbname")]
     for secret in (params.get("password"), params.get("sslpassword"), os.environ.get("PGPASSWORD")):
-        # a password that is part of a public name would be revealed by hiding it there
+        # if the password is part of a public name, hiding it there would reveal it
         if secret and not any(str(secret) in name for name in public):
             text = text.replace(str(secret), "***")
     return text
@@ -200,7 +201,7 @@ def _hide_password(text: str, params: dict[str, Any]) -> str:
 
 @contextmanager
 def explain_errors(action: str) -> Iterator[None]:
-    """Also a decorator: psycopg's errors become ConnectionLost if they may heal, else SourceError."""
+    """Turn psycopg's errors into ConnectionLost if they may go away, else SourceError. Also works as a decorator."""
     try:
         yield
     except psycopg.Error as exc:
@@ -217,15 +218,15 @@ _SCHEMA_DENIED = re.compile(r"permission denied for schema (.+)")
 
 
 class NoRight(SourceError):
-    """The table must not be read."""
+    """This role has no right to read the table."""
 
 
 def explain_right(title: str, table: str, role: str, error: psycopg.Error) -> NoRight:
-    """Advice for rows that this role may not read; `table` is quoted for SQL."""
+    """The error for rows that this role may not read; `table` is quoted for SQL."""
     role = quote_identifier(role)
     text = " ".join((error.diag.message_primary or str(error)).split())
     advice = f"Run: GRANT SELECT ON {table} TO {role}"
-    if "row-level security" in text:  # rows that are hidden would be missing
+    if "row-level security" in text:  # without an error, hidden rows would be missing
         advice = f"Run as superuser: ALTER ROLE {role} BYPASSRLS"
     elif schema := _SCHEMA_DENIED.fullmatch(text):
         advice = f"Run: GRANT USAGE ON SCHEMA {quote_identifier(schema[1])} TO {role}"
@@ -233,17 +234,18 @@ def explain_right(title: str, table: str, role: str, error: psycopg.Error) -> No
 
 
 def execute_one(conn: Connection, statement: str) -> None:
-    """Run exactly one statement, even if the user's words hold a semicolon: the extended protocol takes only one."""
+    """Run exactly one statement. The extended protocol refuses more, even if the user's text contains a semicolon."""
     conn.execute(statement.encode(), binary=True)
 
 
 def lock_creation(conn: Connection) -> None:
-    """Be the only one who creates our tables until the transaction ends: two concurrent IF NOT EXISTS fail."""
+    """Let only one session create our tables until the transaction ends: two concurrent IF NOT EXISTS fail."""
     conn.execute("SELECT pg_advisory_xact_lock(%s)", (_CREATION,))
 
 
 def quote_identifier(name: str) -> str:
-    """A name as SQL takes it, whatever is in it (replication commands take no doubled quote; slot names have none)."""
+    """Quote a name for SQL, whatever it contains. Replication commands accept no doubled quote, but slot names contain
+    none."""
     if not name or "\0" in name:
         raise ConfigError(f"{name!r} is not a name in PostgreSQL")
     return '"' + name.replace('"', '""') + '"'
@@ -254,7 +256,7 @@ def quote_qualified(schema: str, table: str) -> str:
 
 
 def quote_literal(text: str) -> str:
-    """A string for commands without parameters. Safe in our sessions only: they take backslashes literally."""
+    """Quote a string for commands without parameters. Safe only in our sessions, which take backslashes literally."""
     if "\0" in text:
         raise ConfigError(f"{text!r} is not a text in PostgreSQL")
     return "'" + text.replace("'", "''") + "'"
@@ -265,7 +267,8 @@ _TABLE = re.compile(rf"\s*{_PART}(?:\s*\.\s*{_PART})?\s*")
 
 
 def split_table(name: str, default_schema: str = "public") -> tuple[str, str]:
-    """Schema and table in `orders`, `sales.orders` or `"We.ird"."Ta""ble"`, unquoted names in lower case as in SQL."""
+    """The schema and table in `orders`, `sales.orders` or `"We.ird"."Ta""ble"`. Unquoted names are lower-cased, as in
+    SQL."""
     match = _TABLE.fullmatch(name)
     if match is None:
         advice = 'Write table or schema.table; quote other names as in SQL: public."Order-Items"'
@@ -275,7 +278,7 @@ def split_table(name: str, default_schema: str = "public") -> tuple[str, str]:
 
 
 def parse_identifier(text: str) -> str:
-    """The name in `orders` or `"Order-Items"`, unquoted names in lower case as in SQL."""
+    """The name in `orders` or `"Order-Items"`. Unquoted names are lower-cased, as in SQL."""
     match = re.fullmatch(rf"\s*{_PART}\s*", text)
     if match is None:
         raise ConfigError(f"{text!r} is not a name", 'Quote other names as in SQL: "Order-Items"')
@@ -285,7 +288,7 @@ def parse_identifier(text: str) -> str:
 def _unquote(quoted: str | None, plain: str | None) -> str:
     if quoted is not None:
         return quoted.replace('""', '"')
-    # ASCII only, as the server folds names
+    # ASCII only, because that is how the server folds names
     return re.sub("[A-Z]+", lambda match: match[0].lower(), plain or "")
 
 

@@ -1,4 +1,4 @@
-"""LSNs, the numbers of PostgreSQL's WAL: an int inside, text at the edges."""
+"""LSNs, the positions in PostgreSQL's WAL: an int inside, text at the edges."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""What the user selects from the database: tables, and their rows and columns. Pure text, no server. Also the types of
-settings that name database objects."""
+"""What the user selects from the database: tables, rows and columns. Pure text, no server.
+
+Also the types of settings that name database objects.
+"""
 
 from __future__ import annotations
 
@@ -39,17 +41,17 @@ Identifiers = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    row_filter: str | None = None  # An SQL expression over its columns
-    columns: tuple[str, ...] = ()  # Empty: all of them
+    row_filter: str | None = None  # An SQL expression over the table's columns
+    columns: tuple[str, ...] = ()  # Empty: all columns
 
     def to_sql(self) -> str:
-        """What follows the table's name in CREATE and ALTER PUBLICATION."""
+        """The part after the table's name in CREATE and ALTER PUBLICATION."""
         columns = f" ({', '.join(map(quote_identifier, self.columns))})" if self.columns else ""
         return columns + (f" WHERE ({self.row_filter})" if self.row_filter else "")
 
 
 class Selection(Options):
-    """The tables by name, those of some schemas, or all; with rules as `table=expression` and `table=a,b`."""
+    """Tables chosen by name, by schema, or all; with rules as `table=expression` and `table=a,b`."""
 
     tables: TableNames = setting(
         (), "Capture these tables: a,b,schema.c. Creates our publication.", TABLES, metavar="A,B", example="[orders]"
@@ -78,7 +80,7 @@ class Selection(Options):
 
     @property
     def also(self) -> tuple[str, ...]:
-        """Our own tables that are captured too: the one for signals."""
+        """Our own tables that are also captured: the signal table."""
         return (self.signal_table,) if self.incremental_snapshot else ()
 
     @property
@@ -87,7 +89,7 @@ class Selection(Options):
 
     @property
     def is_open(self) -> bool:
-        """Whether it includes tables created later."""
+        """Whether it includes tables that are created later."""
         return self.all_tables or bool(self.schemas)
 
     def to_json(self) -> dict[str, Any]:
@@ -95,7 +97,7 @@ class Selection(Options):
         return self.part(Selection).model_dump(mode="json", exclude_defaults=True)
 
     def covers(self, other: Selection) -> bool:
-        """Whether it selects everything that the other one does, in the same way."""
+        """Whether it selects everything the other one selects, in the same way."""
         schemas = set(self.schema_names)
         tables = {split_table(name) for name in self.tables}
         if not self.all_tables:
@@ -113,11 +115,11 @@ class Selection(Options):
 
     @property
     def schema_names(self) -> tuple[str, ...]:
-        """The schemas as the server knows them. Raises ConfigError for an invalid name."""
+        """The schemas, as the server knows them. Raises ConfigError for an invalid name."""
         return tuple(parse_identifier(name) for name in self.schemas)
 
     def rules(self) -> dict[tuple[str, str], Rule]:
-        """Rules by table (schema, name). Raises ConfigError for an invalid one."""
+        """Rules by table (schema, name). Raises ConfigError for an invalid rule."""
         filters = _by_table("--row-filter", self.row_filters)
         columns = {
             table: tuple(parse_identifier(name) for name in split_outside_quotes(text, ","))
@@ -141,6 +143,6 @@ def _by_table(flag: str, texts: Sequence[str]) -> dict[tuple[str, str], str]:
 
 
 def _partition(text: str) -> tuple[str, str, str]:
-    """Like `partition("=")`, at the first one outside a quoted name."""
+    """Like `partition("=")`, but splits at the first `=` outside a quoted name."""
     match = re.match(r'((?:[^="]|"(?:[^"]|"")*")*)(=)', text)
     return (match[1], match[2], text[match.end() :]) if match else (text, "", "")

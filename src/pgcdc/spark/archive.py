@@ -1,6 +1,9 @@
-"""An archive of the classes that Spark loads (AppCDS): the JVM maps it instead of reading ten thousand classes out of jars,
-which is a third of the time to the first event. The first run makes it beside itself (`run/warm.py`). It is for one Java and
-one class path; whatever is wrong with it, Spark starts without it."""
+"""An archive of the classes that Spark loads (AppCDS).
+
+The JVM maps the archive instead of reading ten thousand classes out of jars, which takes a third of the time to the
+first event. The first run creates it in the background (`run/warm.py`). An archive fits one Java and one class path. If
+anything is wrong with it, Spark starts without it.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +24,21 @@ from typing import Any
 from pgcdc.core.errors import PgcdcError
 from pgcdc.core.state import write_json
 
-KEPT = 2  # Archives, of 160 MB each: two installations may take turns
+KEPT = 2  # Archives, of 160 MB each: two installations may alternate
 SWITCH = "PGCDC_CLASS_ARCHIVE"
-"""Of the environment: `off`, or the folder to use."""
-RETRY_S = 86_400.0  # Making it costs half a minute of CPU: not at each start if it fails each time
+"""An environment variable: `off`, or the folder to use."""
+RETRY_S = 86_400.0  # Creating one costs half a minute of CPU, so a failure is not retried at every start
 PROC = Path("/proc")
 
 
 def folders() -> Iterator[Path]:
-    """Where to keep what makes a start quick, best first: the cache folder, and a temporary one of this user. Nobody else
-    may write there, because the JVM runs what it finds."""
+    """Where to keep files that speed up a start, best first: the cache folder, and a temporary folder of this user.
+
+    Nobody else may write there, because the JVM runs what it finds.
+    """
     said, cache = os.environ.get(SWITCH) or "off", os.environ.get("XDG_CACHE_HOME")
     found = [Path(tempfile.gettempdir()).resolve() / f"pgcdc-spark-{os.getuid()}"]
-    with contextlib.suppress(RuntimeError):  # there is no home
+    with contextlib.suppress(RuntimeError):  # the user has no home
         chosen = Path(said) if said != "off" else (Path(cache) if cache else Path.home() / ".cache") / "pgcdc"
         found.insert(0, chosen.resolve())
     for folder in found:
@@ -63,17 +68,20 @@ def say_once(text: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ClassArchive:
-    """The archive for one Java and one class path, and a note beside it: its size and time, `null` if this Java makes none,
-    or why the last attempt failed."""
+    """The archive for one Java and one class path, with a note next to it.
+
+    The note holds the archive's size and time, `null` if this Java cannot create archives, or why the last attempt
+    failed.
+    """
 
     file: Path
 
     @classmethod
     def of(cls, java: str, jars: Path) -> ClassArchive | None:
-        """`java`: what it says of its version. None: it is switched off, or there is no place for it."""
+        """`java`: the text of its version. Returns None if archives are switched off or there is no place for one."""
         if os.environ.get(SWITCH) == "off":
             return None
-        # Whole seconds: copies of an installation often have no more
+        # Whole seconds: copies of an installation often keep no more
         found = [(one.name, one.stat().st_size, int(one.stat().st_mtime)) for one in sorted(jars.glob("*.jar"))]
         name = f"classes-{zlib.crc32(repr((java, str(jars), found)).encode()):08x}.jsa"
         places = (cls(folder / name) for folder in folders())
@@ -84,7 +92,7 @@ class ClassArchive:
         return self.file.with_suffix(".json")
 
     def _note(self) -> Any:
-        """What the note says; False: nothing that can be read."""
+        """The content of the note; False if it cannot be read."""
         with contextlib.suppress(OSError, ValueError):
             return json.loads(self._note_file.read_text())
         return False
@@ -98,23 +106,23 @@ class ClassArchive:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether to make it: there is none, this Java can, and no attempt failed within a day."""
+        """Whether to create it: there is none, this Java can, and no attempt failed in the last day."""
         note = self._note()
         failed_at = note["at"] if isinstance(note, dict) else 0.0
         return note is not None and not self.is_whole and not 0 <= time.time() - failed_at < RETRY_S
 
     def give_up(self) -> None:
-        """This Java makes none: do not try again."""
+        """Record that this Java cannot create archives: do not try again."""
         write_json(self._note_file, None)
 
     def fail(self, reason: str, at: float | None = None) -> None:
-        """There is none now: try again a day after `at`, or after now."""
+        """Remove the archive and try again a day after `at`, or after now."""
         self.remove()
         with contextlib.suppress(PgcdcError):
             write_json(self._note_file, {"failed": reason, "at": at or time.time(), "is_said": at is not None})
 
     def failure(self) -> str | None:
-        """Why the last attempt failed, once."""
+        """Why the last attempt failed; returned only once."""
         note = self._note()
         if not isinstance(note, dict) or note["is_said"]:
             return None
@@ -123,7 +131,7 @@ class ClassArchive:
         return str(note["failed"])
 
     def options(self, say: Callable[[str], None]) -> str:
-        """For the JVM; empty if there is no archive yet."""
+        """Options for the JVM; empty if there is no archive yet."""
         if self.is_whole:
             return f' "-XX:SharedArchiveFile={self.file}" -Xshare:auto -Xlog:cds=off -Xlog:cds+dynamic=off'
         if os.path.exists(self.file):
@@ -132,8 +140,10 @@ class ClassArchive:
         return ""
 
     def check_used(self, jvm: int, say: Callable[[str], None]) -> None:
-        """Remove it if this JVM, started with it, did not map it; only Linux shows that. The cause may be an option of this
-        JVM, so it is made again once a day at most."""
+        """Remove the archive if this JVM was started with it but did not map it; only Linux shows that.
+
+        The cause may be an option of this JVM, so it is recreated at most once a day.
+        """
         with contextlib.suppress(OSError):
             asked, maps = (Path(PROC, str(jvm), one).read_text(errors="replace") for one in ("cmdline", "maps"))
             if self.file.name in asked and self.file.name not in maps:
@@ -141,7 +151,8 @@ class ClassArchive:
                 self.fail("Java refused it", self.file.stat().st_mtime)
 
     def take(self, made: Path) -> None:
-        """Put a new archive in its place; older ones go. The note comes last: an archive without one is made again."""
+        """Move a new archive into place and delete old ones. The note is written last: an archive without one is
+        recreated."""
         stat = made.stat()
         os.replace(made, self.file)
         write_json(self._note_file, [stat.st_size, int(stat.st_mtime)])

@@ -22,8 +22,8 @@ JOIN_TIMEOUT_S = 5.0
 
 
 class Feed(CaptureLink):
-    """What a reader needs: the spool, the history of shapes, and the capture, which is started, joined, or restarted after
-    it dies."""
+    """Everything a reader needs: the spool, the history of shapes, and the capture, which is started, joined, or
+    restarted after it dies."""
 
     def __init__(self, options: StreamOptions) -> None:
         self._consumer = options.consumer
@@ -47,15 +47,15 @@ class Feed(CaptureLink):
         self.shapes = ShapeHistory(state.shapes_file)
         self.database = identity.database
         self.seed = IdSeed.of(identity.system, identity.stream)
-        self.created = identity.created  # Where the rows of the initial snapshot stand
+        self.created = identity.created  # Snapshot rows come after this commit
 
     def claim(self) -> tuple[Position, Position]:
-        """Where this consumer begins, and its ack."""
+        """The position where this consumer begins, and its ack."""
         deadline = time.monotonic() + JOIN_TIMEOUT_S
         while True:
             try:
                 return self._claim(self)
-            except ConfigError:  # the query that was stopped just now may still be connected
+            except ConfigError:  # a query that was just stopped may still be connected
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.1)
@@ -68,7 +68,7 @@ class Feed(CaptureLink):
 
 
 class StaticFeed(Feed):
-    """A spool that nobody writes: for warming up and for tests."""
+    """A spool that nobody writes, for warming up and for tests."""
 
     def __init__(self, spool: Path) -> None:
         self.spool = SpoolReader(spool)
@@ -100,7 +100,8 @@ class StaticFeed(Feed):
 
 
 def driver_pid() -> int:
-    """The Spark driver's pid: as configured, or the JVM that started this Python process. What it started ends with it."""
+    """The Spark driver's pid: as configured, or the JVM that started this Python process. Processes started for it end
+    with it."""
     said = int(os.environ.get("PGCDC_WATCH_PID", "0"))
     if said:
         return said

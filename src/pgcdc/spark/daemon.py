@@ -1,6 +1,8 @@
-"""Spark's Python daemon with everything that our tasks import: workers are forked from it, warm. Spark ends workers after an
-idle minute; the next batch would pay for the imports again. Workers collect garbage after every task, so imports are frozen
-first: scanning them took 20 ms each time."""
+"""Spark's Python daemon, with everything our tasks import already loaded. Workers are forked from it, warm.
+
+Spark ends workers that are idle for a minute; without this, the next batch would pay for the imports again. Workers
+collect garbage after every task, so imported objects are frozen first: scanning them took 20 ms each time.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ __all__ = ["manager"]
 _PRELOADED = (pyarrow.compute, pyarrow.ipc, pyspark.worker, pgcdc.spark.source, find_source("wal"))
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["pyspark.worker"]:  # the workers of tasks; each kind of worker has a daemon of its own
+    if sys.argv[1:] == ["pyspark.worker"]:  # the workers of tasks; each kind of worker has its own daemon
         import pgcdc.spark.tables
         import pgcdc.spark.typed_reader
     gc.collect()

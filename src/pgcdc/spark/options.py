@@ -1,5 +1,7 @@
-"""The options of the Spark source: the settings of its source, the capture, events and readers, by name. `detector` says
-which source it is."""
+"""The options of the Spark source: the settings of its source, the capture, events and readers, by name.
+
+`detector` names the kind of source.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +36,11 @@ __all__ = [
 
 
 EVENTS, TYPED = "Events", "Typed rows"
-_NOT_TYPED = ("tx_metadata", "tx_markers", "schema_events", "sentinel_events")  # Settings that typed rows do not have
+_NOT_TYPED = ("tx_metadata", "tx_markers", "schema_events", "sentinel_events")  # Settings that typed rows refuse
 
 
 class EventSettings(Options):
-    """What stands in events."""
+    """What events contain."""
 
     tx_metadata: bool = setting(False, "Events name their transaction: xid, commit time, number.", EVENTS)
     tx_markers: bool = setting(False, "Also BEGIN and COMMIT events, on pgcdc:_txn.", EVENTS)
@@ -50,7 +52,7 @@ class EventSettings(Options):
 
     @property
     def events(self) -> EventOptions:
-        """The same for the event maker; markers name their transaction."""
+        """These settings for the event maker. Markers always name their transaction."""
         transaction = self.tx_markers or self.tx_metadata
         switches = (transaction, self.tx_markers, self.invalid_utf8, self.schema_events)
         return EventOptions(*switches, sentinels=self.sentinel_events)
@@ -81,7 +83,7 @@ class TypedSettings(Options):
     )
 
     def typed_conflicts(self, events: EventSettings) -> Iterator[Conflict]:
-        """Options that are for events alone, or for typed rows alone."""
+        """Options that apply only to events, or only to typed rows."""
         for name in _NOT_TYPED if self.table else ():
             if getattr(events, name):
                 flag = name.replace("_", "-")
@@ -97,7 +99,7 @@ class TypedSettings(Options):
 
 
 class ReaderSettings(Options):
-    """What every query of events is told."""
+    """The settings that every query of events receives."""
 
     detector: Annotated[str, AfterValidator(partial(checked, check_detector))] = setting(
         "wal", "Where changes come from: wal, or rate for made-up ones without a database.", "Database"
@@ -113,33 +115,33 @@ class TypedReaderSettings(TypedSettings):
     heartbeats: bool = False
     heartbeat_interval: Seconds = Field(10.0, gt=0)
     start: str = Field("", alias="_start")
-    """Where the query resumes, if its driver knows better than the consumer's ack."""
+    """Where the query resumes, if its driver knows more than the consumer's ack."""
 
 
 class StreamOptions(CaptureOptions, EventSettings, ReaderSettings, TypedReaderSettings, RowsOptions):
-    """What a query says about its source."""
+    """All options of a query."""
 
     source: SourceOptions  # The source's own settings, without secrets
     consumer: str = "default"
     run: str = Field("", alias="_run")
-    """Control socket of the run that this query is a lane of; the run acknowledges for the consumer."""
+    """Control socket of the run that this query is a lane of. The run acknowledges for the consumer."""
     spool: str = Field("", alias="_spool")  # Read only this spool, without a capture (for warm-up)
     chains: str = Field("", alias="_chains")
     """Chains of simple transforms that the source applies itself (`event.edits`)."""
 
     @property
     def rows(self) -> RowOptions:
-        """How changes become typed rows."""
+        """The options for converting changes to typed rows."""
         return RowOptions(self.changelog == "zset", self.truncate, self.schema_change == "ignore", self.events)
 
     @property
     def types(self) -> TypeOptions:
-        """Which Spark types the columns get."""
+        """The options for choosing the columns' Spark types."""
         return TypeOptions(**{name: getattr(self, "json_" if name == "json" else name) for name in CHOICES})
 
     @property
     def heartbeat_s(self) -> float:
-        """The shortest interval between a typed query's heartbeats; 0: none."""
+        """The shortest interval between a typed query's heartbeats; 0 for none."""
         return self.heartbeat_interval if self.heartbeats else 0.0
 
 
@@ -153,20 +155,20 @@ _TYPED = {*_BATCH, *_names(TypedReaderSettings)} - {"table"}
 
 
 def _fields(model: type[SourceOptions]) -> dict[str, FieldInfo]:
-    """All options of a query of such a source, by the names of the settings."""
+    """All options of a query on such a source, by the names of the settings."""
     theirs = {name: field for name, field in _names(model).items() if name not in model.spark_hidden}
     return {**theirs, **_OURS}
 
 
 def option_names(detector: str) -> list[str]:
-    """The options of a query, by the names that users know; names that begin with `_` are internal."""
+    """The options of a query that users may set. Names that begin with `_` are internal."""
     model = find_options(detector)
     shown = {name: option for option, name in model.spark_names.items()}
     return sorted(shown.get(name, name) for name in _fields(model))
 
 
 def parse_options(raw: Mapping[str, str]) -> StreamOptions:
-    """Spark's option map (keys in any case). Raises ConfigError for what is unknown or does not fit."""
+    """Parse Spark's option map (keys in any case). Raises ConfigError for unknown options and invalid values."""
     given = {key.lower().replace("-", "_"): value for key, value in raw.items()}
     detector = given.get("detector", "").lower() or "wal"
     check_detector(detector)
@@ -190,13 +192,13 @@ def parse_options(raw: Mapping[str, str]) -> StreamOptions:
         raise _explain(error, options, fields, shown) from None
     _check_typed(found, set(options))
     for conflict in (*source.conflicts(), *found.conflicts()):
-        if conflict.path:  # what is missing is said by who needs it
+        if conflict.path:  # missing options are reported where they are needed
             raise conflict
     return found
 
 
 def write_options(settings: ReaderSettings) -> dict[str, str]:
-    """The options of a pipeline's query: never a secret, because Spark shows them."""
+    """The options of a pipeline's query. Never contains a secret, because Spark shows options."""
     model = find_options(settings.detector)
     options, known = {}, _fields(model)
     for name, meaning in model.spark_hidden.items():
@@ -215,7 +217,7 @@ def write_options(settings: ReaderSettings) -> dict[str, str]:
 
 
 def _read(name: str, text: str, field: FieldInfo) -> Any:
-    """A value of the option map for the model; None if it is unset."""
+    """Convert a value of the option map for the model; None if it is unset."""
     if is_switch(field.annotation):
         if text.lower() not in ("true", "false"):
             raise ConfigError(f"option {name} is {text.lower()!r}", "Give true or false")
@@ -224,7 +226,7 @@ def _read(name: str, text: str, field: FieldInfo) -> Any:
         return text.lower() or None
     if text == "" and field.annotation not in (int, float):
         return None
-    if text.startswith("[") and "tuple" in str(field.annotation):  # as `write_options` has it
+    if text.startswith("[") and "tuple" in str(field.annotation):  # as `write_options` wrote it
         return tuple(json.loads(text))
     return text
 
@@ -251,7 +253,7 @@ def _explain(
 
 
 def _check_typed(found: StreamOptions, given: set[str]) -> None:
-    """Options for typed rows are refused for events, and the other way round."""
+    """Refuse options for typed rows on events, and the other way round."""
     if not found.table:
         wrong = sorted(_TYPED.intersection(given))
         if wrong:

@@ -1,12 +1,12 @@
-"""Large batches: the executors write them side by side, and the driver commits.
+"""Large batches: the executors write them in parallel, and the driver commits.
 
-    batch → split by key into parts (executors) → where are barriers? (driver) → for each segment between them:
-    write the parts, durable and unseen (executors) → receipts → commit, ack (driver)
+    batch → split by key into parts (executors) → where are barriers? (driver)
+          → for each segment between them: write the parts, durable and unseen (executors) → receipts → commit, ack (driver)
 
-Every key's changes stand in one part, in the order of the stream. What concerns more than one key (TRUNCATE, another
-schema, an update that changes the key) is a barrier: what was before it is committed before, what is behind it after.
+All changes of a key are in one part, in stream order. A change that affects more than one key (TRUNCATE, another schema, an
+update that changes the key) is a barrier: everything before it is committed first, everything behind it afterwards.
 
-Events travel in blocks of Arrow (docs/decisions/0009): Spark moves blocks between executors, never single events.
+Events travel in Arrow blocks (docs/decisions/0009): Spark moves blocks between executors, never single events.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from pgcdc.transform.steps import map_in_arrow
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-LARGE_EVENTS = 50_000  # From here on a batch is large: below, one task and one commit are faster
+LARGE_EVENTS = 50_000  # A batch is large from here on: below, one task and one commit are faster
 MAX_SEGMENTS = 16
-"""A batch with more barriers is written in one piece by the driver: each segment is a Spark job and a commit."""
-MAX_RUNS = 64  # A block with more switches between barriers and others stays in one piece
-TIMEOUT_EVENTS = 100_000  # A sink's timeout is for this many events; for more it grows in proportion
+"""The driver writes a batch with more barriers in one piece, because each segment costs a Spark job and a commit."""
+MAX_RUNS = 64  # A block that alternates more often between barriers and others stays in one piece
+TIMEOUT_EVENTS = 100_000  # A sink's timeout applies to this many events, and grows in proportion for more
 
 _PIECES = pa.schema(
     [
@@ -62,7 +62,7 @@ _RECEIPTS = pa.schema([("receipt", pa.string())])
 def open_large(
     spark: SparkSession, shapes: ShapeHistory, frame: DataFrame, start: Position, end: Position, **more: Any
 ) -> LargeBatch:
-    """The batch (start, end], cut where a table's shape changes; `more` as for LargeBatch."""
+    """The batch (start, end], cut where a table's shape changes. `more` as for LargeBatch."""
     shapes.refresh()
     cuts = [change.position for change in shapes.between(start, end) if change.before is not None]
     return LargeBatch(spark, frame, start, end, cuts, **more)
@@ -72,7 +72,7 @@ def open_large(
 
 
 class Piece(NamedTuple):
-    """What the driver knows of a block: first and last position, and whether it must be written alone."""
+    """What the driver knows about a block: its first and last position, and whether it must be written alone."""
 
     first: str
     last: str
@@ -82,7 +82,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Written and committed at once: the blocks that begin in (start, end]."""
+    """Blocks that are written and committed together: those that begin in (start, end]."""
 
     start: Position
     end: Position
@@ -92,7 +92,7 @@ class Segment:
 def plan_segments(
     pieces: Iterable[Piece], start: Position, end: Position, cuts: Sequence[Position] = ()
 ) -> list[Segment]:
-    """The segments of a batch, in order; neighbours that may be written together share one."""
+    """The segments of a batch, in order. Neighbours that can be written together share one."""
     segments: list[Segment] = []
     begin, last, count, kind = start, "", 0, False
     texts = sorted(str(cut) for cut in cuts)
@@ -106,30 +106,34 @@ def plan_segments(
 
 @dataclass(eq=False)
 class LargeBatch:
-    """One batch for several sinks: read and split once. `write` may be called from any thread, then `close`."""
+    """One batch for several sinks, read and split once. `write` may be called from any thread; `close` after the last
+    one."""
 
     spark: SparkSession
     frame: DataFrame
-    """It has KEYED_BLOCKS, or a row per event with `position`, `key_hash`, `is_barrier` and lines in `column`."""
+    """Contains KEYED_BLOCKS, or a row per event with `position`, `key_hash`, `is_barrier` and lines in `column`."""
     start: Position
     end: Position
-    cuts: Sequence[Position] = ()  # Where the shape of a table changes
-    events: int = 0  # About how many
+    cuts: Sequence[Position] = ()  # Positions where the shape of a table changes
+    events: int = 0  # Approximate
     column: str = "line"
-    explain: Explain | None = None  # Says what a failure of the frame itself means
+    explain: Explain | None = None  # Finds the cause of a failure of the frame itself
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _pieces: DataFrame | None = None
     _segments: list[Segment] = field(default_factory=list)
 
     def close(self) -> None:
-        """Free what Spark caches; after the last `write`."""
-        with contextlib.suppress(Exception):  # Spark may be gone, and that with it
+        """Free what Spark caches. Call it after the last `write`."""
+        with contextlib.suppress(Exception):  # Spark may be gone, together with its cache
             if self._pieces is not None:
                 self._pieces.unpersist()
 
     def write(self, member: Runner, reached: Position | None = None) -> bool:
-        """Have the executors write to this sink what lies behind its ack and `reached`. False: the driver must write the
-        batch itself. That includes a sink that refuses events: the driver sets them aside and writes the rest."""
+        """Have the executors write to this sink everything after its ack and `reached`. False: the driver must write
+        the batch itself.
+
+        That includes a sink that refuses events: the driver sets them aside and writes the rest.
+        """
         reached = max(member.ack, reached or member.ack)
         if reached >= self.end:
             return True
@@ -141,12 +145,12 @@ class LargeBatch:
                 if reached < segment.end:
                     inside = pieces.where(f"first > '{segment.start}' AND first <= '{segment.end}'")
                     self._deliver(member, inside, segment, reached)
-        except SinkRejected:  # only the driver can tell which events it is about
+        except SinkRejected:  # only the driver can find out which events are refused
             return False
         return True
 
     def _split(self) -> tuple[DataFrame, list[Segment]]:
-        """The batch split by key, each part in order, cached by Spark until the end; and its segments."""
+        """The batch split by key, each part in order, and its segments. Spark caches the result until `close`."""
         with self._lock:
             if self._pieces is None:
                 count = max(2, self.spark.sparkContext.defaultParallelism)
@@ -160,7 +164,7 @@ class LargeBatch:
                         pieces.unpersist()
                     raise
                 self._segments = plan_segments((Piece(*row) for row in known), self.start, self.end, self.cuts)
-                self._pieces = pieces  # last: other sinks of the batch then take the segments as known
+                self._pieces = pieces  # set last: other sinks of the batch then see the segments too
             return self._pieces, self._segments
 
     def _deliver(self, member: Runner, frame: DataFrame, segment: Segment, reached: Position) -> None:
@@ -169,7 +173,7 @@ class LargeBatch:
 
         def write() -> None:
             begin = max(segment.start, member.ack, reached)
-            sink.discard_parts()  # of an attempt that failed
+            sink.discard_parts()  # of a failed attempt
             context.addJobTag(tag)
             try:
                 writing = _Write(sink.part_writer(), str(begin), self.column)
@@ -180,13 +184,13 @@ class LargeBatch:
             hit("parallel.written")
             receipts: list[Receipt] = [json.loads(row["receipt"]) for row in rows]
             sink.commit_parts(begin, segment.end, receipts)
-            sink.discard_parts()  # of attempts that came second
+            sink.discard_parts()  # of duplicate attempts
 
         timeout_s = member.options.timeout * max(1.0, segment.events / TIMEOUT_EVENTS)
         try:
             member.deliver(segment.end, segment.events, write, timeout_s)
         except SinkTimeout:
-            context.cancelJobsWithTag(tag)  # so that the write ends, and the next one can start
+            context.cancelJobsWithTag(tag)  # ends the write, so that the next one can start
             raise
 
 
@@ -195,7 +199,7 @@ class LargeBatch:
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """Cuts blocks at barriers, and what is between them into parts by key."""
+    """Cuts blocks at barriers, and splits everything between them into parts by key."""
 
     parts: int
     cuts: tuple[str, ...]
@@ -223,7 +227,7 @@ class _Split:
 
     def _by_key(self, run: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
         part = run.column("key_hash").to_numpy().view(np.uint64) % np.uint64(self.parts)
-        order = np.argsort(part, kind="stable")  # within a part the order of the stream
+        order = np.argsort(part, kind="stable")  # keeps the stream order within a part
         sorted_run, sorted_part = run.take(pa.array(order)), part[order]
         for number in np.unique(sorted_part):
             begin, end = np.searchsorted(sorted_part, number), np.searchsorted(sorted_part, number, side="right")
@@ -239,10 +243,10 @@ class _Split:
 
 @dataclass(frozen=True, slots=True)
 class _Write:
-    """Writes what a task has as one part, and says what it wrote."""
+    """Writes the rows of a task as one part, and returns the receipt."""
 
     writer: PartWriter
-    after: str  # What the sink has already
+    after: str  # What the sink already has
     column: str = "line"
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -263,14 +267,14 @@ class _Write:
 
 
 def _open(batches: Iterable[pa.RecordBatch], column: str) -> Iterator[pa.RecordBatch]:
-    """The events in batches of keyed blocks, pieces or events, where `column` has a line."""
+    """The events in batches of keyed blocks, pieces or events whose `column` holds a line."""
     batches = iter(batches)
     first = next(batches, None)
     if first is None:
         return
     everything = itertools.chain([first], batches)
     names = first.schema.names
-    if "block" in names:  # a piece: lines that were chosen before
+    if "block" in names:  # a piece: lines that were selected earlier
         yield from open_blocks(batch.select(["block", "is_last"]) for batch in everything)
         return
     for batch in open_blocks(everything) if "keyed_block" in names else everything:

@@ -1,5 +1,8 @@
-"""Shorter ways through Spark for small batches (decision 0023). They use what Spark keeps to itself, so they are taken only
-with a Spark that they were tried with; the ordinary way does the same, slower."""
+"""Shorter paths through Spark for small batches (decision 0023).
+
+They use Spark's internals, so they are only used with Spark versions that they were tested with. The ordinary path does
+the same, slower.
+"""
 
 from __future__ import annotations
 
@@ -19,23 +22,23 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 _IS_KNOWN = has_short_ways(pyspark.__version__)
-_trouble = ""  # Why the ordinary way is taken though this Spark is known
+_trouble = ""  # Why the ordinary path is used although this version of Spark is known
 PREFETCH_BYTES = 256 << 10
-"""Of the spool: what goes to the JVM with the plan of a batch. No Python worker reads it again then."""
+"""Spool bytes that may go to the JVM with the plan of a batch. No Python worker has to read them again."""
 
 
 def is_short() -> bool:
-    """Whether small batches take the shorter ways, as far as they were tried in this process."""
+    """Whether small batches take the shorter paths, as far as this process has tried them."""
     return _IS_KNOWN and not _trouble
 
 
 def find_trouble() -> str:
-    """Why they do not, if they should; or nothing."""
+    """Why the shorter paths are not used although they should be; empty if they are."""
     return _trouble
 
 
 def _give_up(error: BaseException) -> None:
-    """Take the ordinary way from now on."""
+    """Use the ordinary path from now on."""
     global _trouble
     from pgcdc.spark.session import headline
 
@@ -43,7 +46,7 @@ def _give_up(error: BaseException) -> None:
 
 
 def _find_prefetching() -> type[DataSourceStreamReader] | None:
-    """The kind of reader that Spark asks for rows when it plans a batch."""
+    """The kind of reader that Spark asks for rows while it plans a batch."""
     if not _IS_KNOWN:
         return None
     try:
@@ -59,24 +62,26 @@ _PREFETCHING = _find_prefetching()
 
 
 def is_prefetching() -> bool:
-    """Whether rows go to the JVM with the plan of a batch."""
+    """Whether rows can go to the JVM with the plan of a batch."""
     return _PREFETCHING is not None
 
 
 class StreamReader(_PREFETCHING or DataSourceStreamReader):  # type: ignore[misc]
-    """A reader that may have the rows of a batch when it is planned. Nothing is kept between two batches: the same offsets
-    give the same rows, after a crash as well."""
+    """A reader that may provide the rows of a batch while it is planned.
+
+    It keeps nothing between batches: the same offsets give the same rows, even after a crash.
+    """
 
     _prefetched: tuple[dict[str, Any], dict[str, Any], list[pa.RecordBatch]] | None = None
 
     @property
     def simple_reader(self) -> StreamReader:
-        """Spark asks this one whether a query may end by itself."""
+        """Spark asks this reader whether a query may end on its own."""
         return self
 
     def prefetch(self, start: Mapping[str, Any], end: Mapping[str, Any], rows: Iterator[pa.RecordBatch]) -> int:
-        """Take the rows of the only partition of the batch that is being planned; returns how many, at least 1. 0: the task
-        reads."""
+        """Keep the rows of the only partition of the batch being planned. Returns their number, at least 1; 0 means
+        that the task reads them."""
         if not is_prefetching():
             return 0
         taken: list[pa.RecordBatch] = list(rows)
@@ -90,7 +95,7 @@ class StreamReader(_PREFETCHING or DataSourceStreamReader):  # type: ignore[misc
 
 
 class Collector:
-    """Takes the rows of a query's micro-batches out of Spark. `frame`: what the query computes."""
+    """Collects the rows of a query's micro-batches from Spark. `frame` is what the query computes."""
 
     def __init__(self, frame: DataFrame) -> None:
         from pyspark.sql.pandas.types import to_arrow_schema
@@ -100,7 +105,7 @@ class Collector:
         self._has_python = self._rows is not None and self._rows.hasPython(frame._jdf)
 
     def to_arrow(self, batch: DataFrame, rows: int) -> pa.Table:
-        """The rows of a micro-batch, as its `toArrow`. `rows`: how many its source gave to it if they are few, else 0."""
+        """The rows of a micro-batch, like its `toArrow`. `rows`: how many its source provided with the plan, else 0."""
         from pyspark.errors.exceptions.captured import unwrap_spark_exception
 
         if self._rows is None or not rows or not is_short():
@@ -120,10 +125,10 @@ class Collector:
 
 
 def _is_other_spark(error: BaseException) -> bool:
-    """Whether Spark is not as it was when the shorter ways were made: it lacks a method, or a class."""
+    """Whether Spark differs from the version that the shorter paths were written for: a method or class is missing."""
     if isinstance(error, Py4JJavaError):
         return bool(is_instance_of(pyspark.SparkContext._gateway, error.java_exception, "java.lang.LinkageError"))
-    return type(error) is Py4JError  # others are of the connection
+    return type(error) is Py4JError  # other types are connection errors
 
 
 # --- in the JVM
@@ -221,16 +226,20 @@ public class Rows {
     }
 }
 """
-"""Compiled by the compiler that Spark has for its own code. CheckpointFiles: Hadoop's own starts a process, chmod, for each
-file: 7 ms, twice in each batch. Rows: a few rows that are in this JVM already go through the plan that Spark has made for
-their batch, in the thread of the query, as Spark does it with local relations; a job for them took half of a batch's time
-(cleaning and serializing closures, a broadcast, the scheduler), and `toArrow` plans a second time. There is no
-memory manager for operators that sort or aggregate: transforms compute one row from one row."""
+"""Compiled by the compiler that Spark uses for its own code.
+
+CheckpointFiles: Hadoop's own implementation starts a process, chmod, for each file: 7 ms, twice in each batch.
+
+Rows: a few rows that are already in this JVM go through the plan that Spark has made for their batch, in the thread of
+the query, as Spark does with local relations. A job for them took half of a batch's time (cleaning and serializing
+closures, a broadcast, the scheduler), and `toArrow` plans a second time. There is no memory manager for operators that
+sort or aggregate: transforms compute one row from one row.
+"""
 _IMPLEMENTATION = "fs.pgcdc.impl"
 
 
 def _load(spark: SparkSession, name: str) -> Any:
-    """An object of one of our classes. None: take the ordinary way."""
+    """An object of one of our classes. None: use the ordinary path."""
     if not is_short():
         return None
     try:
@@ -243,7 +252,7 @@ def _load(spark: SparkSession, name: str) -> Any:
             conf.setClassLoader(compiler.getClassLoader())
             conf.set(_IMPLEMENTATION, "pgcdc.CheckpointFiles")
         return conf.getClassLoader().loadClass(name).newInstance()
-    except (Py4JError, TypeError) as error:  # TypeError: there is no such class
+    except (Py4JError, TypeError) as error:  # TypeError: the class does not exist
         if isinstance(error, Py4JNetworkError):
             raise
         _give_up(error)
@@ -251,6 +260,6 @@ def _load(spark: SparkSession, name: str) -> Any:
 
 
 def checkpoint_url(spark: SparkSession, folder: Path) -> str:
-    """A folder of this host as the place of a checkpoint: the same files either way."""
+    """The checkpoint URL of a folder on this host. The files are the same on both paths."""
     files = _load(spark, "pgcdc.CheckpointFiles")
     return str(folder.absolute()) if files is None else f"pgcdc://{folder.absolute()}"

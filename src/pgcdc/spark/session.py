@@ -1,5 +1,8 @@
-"""The Spark session: low latency, quiet, and warm before it says ready. Every setting here was measured (docs/benchmarks.md,
-docs/decisions). Your own session works as well: `register` is all it needs."""
+"""The Spark session: low latency, quiet, and warm before it reports ready.
+
+Every setting here was measured (docs/benchmarks.md, docs/decisions). Your own session works too: it only needs
+`register`.
+"""
 
 from __future__ import annotations
 
@@ -33,18 +36,19 @@ if TYPE_CHECKING:
 
 MINIMUM_JAVA = 17
 END_TIMEOUT_S = 3.0
-PLANNER_AGE_S = 60.0  # Of a daemon that may end: far more than it takes to start
+PLANNER_AGE_S = 60.0  # Minimum age of a daemon that may end: far more than it takes to start
 _LATE_C2 = (
     "-XX:+IgnoreUnrecognizedVMOptions -XX:Tier4InvocationThreshold=250000 -XX:Tier4MinInvocationThreshold=30000 "
     "-XX:Tier4CompileThreshold=750000 -XX:Tier4BackEdgeThreshold=2000000"
 )
-"""C2 took a third of all CPU on code that Spark runs a few thousand times; only hot code is worth it (decision 0020)."""
+"""C2 spent a third of all CPU on code that Spark runs a few thousand times; only hot code is worth it (decision
+0020)."""
 _ONLY_C1 = "-XX:TieredStopAtLevel=1"
 """Code that waits for C2 counts its calls and branches, which costs a fifth of a small batch's time."""
 
 
 def settings(*, is_plain: bool = False) -> dict[str, str]:
-    """`is_plain`: Spark only moves blocks of events, and computes nothing."""
+    """`is_plain`: Spark only moves blocks of events and computes nothing."""
     log4j = Path(__file__).with_name("log4j2.properties").absolute().as_uri()
     return {
         # Hadoop's local file system forks a process for every checkpoint file; the raw one does not
@@ -54,7 +58,7 @@ def settings(*, is_plain: bool = False) -> dict[str, str]:
         "spark.sql.streaming.checkpoint.fileChecksum.enabled": "false",
         "spark.driver.extraJavaOptions": "-Djdk.lang.Process.launchMechanism=VFORK "
         f"-Dlog4j2.configurationFile={log4j} -XX:+UseSerialGC {_ONLY_C1 if is_plain else _LATE_C2} "
-        # A query stopped inside foreachBatch has its Java stack trace matched by a recursive pattern of Spark's
+        # When a query stops inside foreachBatch, Spark matches its Java stack trace with a recursive pattern
         "-Xss16m",
         "spark.sql.streaming.pollingDelay": "1ms",
         "spark.sql.streaming.noDataMicroBatches.enabled": "false",
@@ -68,7 +72,7 @@ def settings(*, is_plain: bool = False) -> dict[str, str]:
         "spark.locality.wait": "0s",
         "spark.sql.session.timeZone": "UTC",
         "spark.sql.execution.arrow.maxRecordsPerBatch": "100000",
-        "spark.task.maxDirectResultSize": "16m",  # larger results go through the block manager and a socket
+        "spark.task.maxDirectResultSize": "16m",  # larger results take a detour through the block manager and a socket
         "spark.driver.host": "127.0.0.1",
         "spark.driver.bindAddress": "127.0.0.1",
         "spark.driver.memory": "2g",
@@ -77,7 +81,7 @@ def settings(*, is_plain: bool = False) -> dict[str, str]:
 
 
 def check_java() -> str:
-    """What Java says of itself. Raises ConfigError unless 17 or newer is installed: Spark needs it."""
+    """The version text of Java. Raises ConfigError unless Java 17 or newer is installed, which Spark needs."""
     home = os.environ.get("JAVA_HOME")
     java = str(Path(home) / "bin" / "java") if home else shutil.which("java")
     advice = (
@@ -119,10 +123,10 @@ def check_running(url: str) -> bool:
 
 
 def stop_within(timeout_s: float, what: SparkSession | StreamingQuery) -> None:
-    """Stop Spark or a query. One that does not stop in time is abandoned: a sink hanging in a batch must not hang us."""
+    """Stop Spark or a query. If it does not stop in time, abandon it: a sink that hangs in a batch must not hang us."""
 
     def stop() -> None:
-        with contextlib.suppress(Exception):  # it has ended by itself, or Spark has
+        with contextlib.suppress(Exception):  # it has already ended, or Spark has
             what.stop()
 
     thread = threading.Thread(target=stop, name="stop", daemon=True)
@@ -131,15 +135,18 @@ def stop_within(timeout_s: float, what: SparkSession | StreamingQuery) -> None:
 
 
 def end_idle_planners(spark: SparkSession, seen: set[psutil.Process]) -> int:
-    """End the Python daemons with which Spark plans queries, 34 MB each; returns how many. Spark starts them again for its
-    next query. Only those without workers at this look and the last one (`seen`), and never young ones: a query waits for a
-    daemon that starts, which has no workers either."""
+    """End the Python daemons that Spark plans queries with, 34 MB each; returns how many. Spark restarts them for its
+    next query.
+
+    Ends only daemons that have no workers now and had none at the last look (`seen`), and never young ones: a query may
+    be waiting for a daemon that is starting, which has no workers either.
+    """
     jvm = getattr(spark.sparkContext._gateway, "proc", None)
     idle: set[psutil.Process] = set()
     with contextlib.suppress(psutil.Error):
         for one in psutil.Process(jvm.pid).children() if jvm is not None else []:
             with contextlib.suppress(psutil.Error):
-                *_, module, kind = ["", "", *one.cmdline()]  # none while it starts or ends
+                *_, module, kind = ["", "", *one.cmdline()]  # empty while it starts or ends
                 is_planner = module == "pyspark.daemon" and kind.startswith("pyspark.sql.worker.")
                 if is_planner and time.time() - one.create_time() > PLANNER_AGE_S and not one.children():
                     idle.add(one)
@@ -153,7 +160,7 @@ def end_idle_planners(spark: SparkSession, seen: set[psutil.Process]) -> int:
 
 
 def register(spark: SparkSession) -> None:
-    """Make `format("pgcdc")` known to a Spark session."""
+    """Register `format("pgcdc")` with a Spark session."""
     from pgcdc.spark.source import ChangeSource
 
     spark.dataSource.register(ChangeSource)
@@ -161,7 +168,7 @@ def register(spark: SparkSession) -> None:
 
 def start_session(url: str, app_name: str = "pgcdc", **how: Any) -> SparkSession:
     """A session whose workers read this database. Ctrl-C stays ours: Spark's handler would cancel the running batch."""
-    os.environ["PGCDC_DB"] = url  # the workers inherit it: no secret goes through Spark's options
+    os.environ["PGCDC_DB"] = url  # the workers inherit it, so no secret goes through Spark's options
     ours = signal.getsignal(signal.SIGINT)
     spark = session(app_name, **how)
     if threading.current_thread() is threading.main_thread():
@@ -177,10 +184,13 @@ def session(
     is_plain: bool = False,
     **extra: str,
 ) -> SparkSession:
-    """A Spark session with the low-latency settings and `format("pgcdc")` registered: local, or on the cluster of `master`.
-    `extra` are more settings, with dots as double underscores: `session(spark__ui__enabled="true")`. With `log_file` the JVM
-    writes there instead of to our standard error, and signals of the terminal do not reach it. `is_plain`: Spark computes
-    nothing, so that the JVM's optimising compiler would not pay."""
+    """A Spark session with the low-latency settings and `format("pgcdc")` registered: local, or on the cluster of
+    `master`.
+
+    `extra` are more settings, with dots written as double underscores: `session(spark__ui__enabled="true")`. With
+    `log_file` the JVM writes there instead of to our standard error, and signals of the terminal do not reach it.
+    `is_plain`: Spark computes nothing, so the JVM's optimising compiler would not pay off.
+    """
     archive = find_archive()
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
@@ -206,7 +216,7 @@ def session(
             _launch_quietly(conf, log_file)
         spark = SparkSession.builder.config(conf=conf).getOrCreate()
         register(spark)
-    except BaseException:  # also on a signal: nobody else knows the JVM while it starts
+    except BaseException:  # also on a signal: nothing else knows about a JVM that is starting
         _end_launched(before)
         raise
     if archive is not None and mapped and not has_jvm and (jvm := getattr(SparkContext._gateway, "proc", None)):
@@ -215,7 +225,7 @@ def session(
 
 
 def find_archive() -> ClassArchive | None:
-    """The archive of classes for the Spark and Java that `session` uses. None: switched off."""
+    """The archive of classes for the Spark and Java that `session` uses; None if archives are switched off."""
     java = check_java()
     if "SPARK_HOME" not in os.environ:
         os.environ["SPARK_HOME"] = str(_unzipped_home())
@@ -236,7 +246,7 @@ def _children() -> list[psutil.Process]:
 
 
 def _end_launched(before: set[int]) -> None:
-    """End the scripts and the JVM started since; Spark's name is in their command lines."""
+    """End the scripts and JVMs started since `before`. They have Spark's name in their command lines."""
     launched = []
     for process in _children():
         with contextlib.suppress(psutil.Error):
@@ -250,9 +260,11 @@ def _end_launched(before: set[int]) -> None:
 
 
 def _unzipped_home() -> Path:
-    """A Spark home of links in which `pyspark.zip` is a folder. Spark puts that zip first on every Python worker's path, and
-    Python compiles imports from a zip each time: about a second for each of half a dozen processes per start. The installed
-    package takes a quarter of that."""
+    """A Spark home made of links, in which `pyspark.zip` is a folder.
+
+    Spark puts that zip first on every Python worker's path, and Python recompiles imports from a zip each time: about a
+    second for each of half a dozen processes per start. The installed package takes a quarter of that.
+    """
     import pyspark
 
     package = Path(pyspark.__file__).parent
@@ -273,7 +285,7 @@ def _unzipped_home() -> Path:
 
 
 def _launch_quietly(conf: SparkConf, log_file: Path) -> None:
-    """Start the JVM in its own session, with its output in a file."""
+    """Start the JVM in its own terminal session, with its output in a file."""
     from pyspark.core.context import SparkContext
     from pyspark.errors import PySparkRuntimeError
     from pyspark.java_gateway import launch_gateway
@@ -289,7 +301,7 @@ def _launch_quietly(conf: SparkConf, log_file: Path) -> None:
 
 @contextlib.contextmanager
 def with_settings(spark: SparkSession, settings: Mapping[str, str]) -> Iterator[None]:
-    """Spark with these settings for a moment: a query keeps the settings it was started with."""
+    """Apply these settings to Spark temporarily: a query keeps the settings it was started with."""
     before = {name: spark.conf.get(name, None) for name in settings}
     for name, value in settings.items():
         spark.conf.set(name, value)
@@ -300,13 +312,13 @@ def with_settings(spark: SparkSession, settings: Mapping[str, str]) -> Iterator[
             spark.conf.unset(name) if old is None else spark.conf.set(name, old)
 
 
-# --- which of our errors is behind a failed Spark query
+# --- which of our errors caused a Spark query to fail
 
-Explain = Callable[[Exception], Exception]  # The cause of a Spark error, or the same error
+Explain = Callable[[Exception], Exception]  # Returns the cause of a Spark error, or the same error
 
 
 class QueryFailed(PgcdcError):
-    """The Spark query failed for a reason outside pgcdc (a killed worker, say): start it again."""
+    """The Spark query failed for a reason outside pgcdc, such as a killed worker: restart it."""
 
     policy = Policy.RETRY
 
@@ -317,14 +329,14 @@ def explain_failure(
     capture_status: Callable[[], dict[str, Any]],
     spark: SparkSession,
 ) -> PgcdcError:
-    """`error` is Spark's; `raised` is what the lane's own code raised in the batch, if anything."""
+    """`error` is Spark's; `raised` is the error that the lane's own code raised in the batch, if any."""
     for one in (raised, error):
         if isinstance(one, PgcdcError):
             return one
     failed = capture_status()
     if failed.get("phase") == "failed":
         return PgcdcError.from_json(failed["last_error"])
-    if _jvm_is_gone(error, spark):  # before reading the error: its text may come from the JVM
+    if _jvm_is_gone(error, spark):  # check before reading the error: its text may come from the JVM
         return PgcdcError("the Spark JVM ended unexpectedly", "Start pgcdc again: nothing is lost")
     return find_ours(str(error)) or QueryFailed(
         f"the Spark query failed: {headline(raised or error)}", "Start pgcdc again: nothing is lost"
@@ -333,8 +345,10 @@ def explain_failure(
 
 @contextlib.contextmanager
 def explained(explain: Explain | None, what: str) -> Iterator[None]:
-    """Around a sink's Spark job: raises the executor's own error instead of Spark's error with its text. Other failures (a
-    killed worker, a full disk) may pass; then `what` says what failed."""
+    """Around a sink's Spark job: raises the executor's own error instead of Spark's error that contains its text.
+
+    Other failures (a killed worker, a full disk) may be temporary; `what` then says what failed.
+    """
     from py4j.protocol import Py4JJavaError
     from pyspark.errors import PySparkException
 
@@ -348,13 +362,13 @@ def explained(explain: Explain | None, what: str) -> Iterator[None]:
 
 
 def find_ours(text: str) -> PgcdcError | None:
-    """Our error in the text of a Spark error, which is all that comes from an executor."""
+    """Find our error in the text of a Spark error, the only thing that comes back from an executor."""
     ours = re.search(r"pgcdc\.core\.errors\.(\w+): ([^\n]*)", text)
     return PgcdcError.from_json({"kind": ours[1], "message": ours[2].rstrip(" ;")}) if ours else None
 
 
 def headline(error: BaseException) -> str:
-    """The first line with content; of errors that are not Spark's also the kind."""
+    """The first non-empty line of an error; with the type, unless it is an error of Spark."""
     from py4j.protocol import Py4JError
     from pyspark.errors import PySparkException
 

@@ -1,5 +1,8 @@
 """The Spark source `format("pgcdc")`: a stream of events of all tables, or typed rows of one table, as a stream or a
-snapshot. Every process of a query imports this module, so typed rows import what only they need themselves."""
+snapshot.
+
+Every process of a query imports this module, so the parts for typed rows import their own dependencies when needed.
+"""
 
 from __future__ import annotations
 
@@ -52,14 +55,14 @@ class ChangeSource(DataSource):
         options = parse_options(self.options)
         if options.table is None:
             return EVENT_SCHEMA
-        # Spark does not say who asks: a read and a stream of the same options get the same.
+        # Spark does not say which read this is: a read and a stream with the same options get the same answer.
         if not options.metadata:
             from pgcdc.spark.tables import load_rows, own_schema
 
             return own_schema(load_rows(options).columns)
         from pgcdc.spark.tables import check_names, load_table, typed_schema
 
-        self._table = load_table(options)  # the reader gets the same: Spark hands this object on
+        self._table = load_table(options)  # the reader gets the same one: Spark passes this object on
         check_names(self._table)
         return typed_schema(self._table, zset=options.rows.zset)
 
@@ -95,16 +98,16 @@ class ChangeSource(DataSource):
 
 
 def _check_schema(schema: StructType) -> None:
-    """A user's schema may drop columns and ask for JSON, keys and shapes; names and types are fixed."""
+    """A user's schema may drop columns and ask for JSON, keys and shapes. Names and types are fixed."""
     known = {**EVENT_COLUMNS, **KEY_COLUMNS, **SHAPE_COLUMNS, **TEXT_COLUMNS}
     if schema.simpleString() in ("struct<block:binary,is_last:boolean>", "struct<keyed_block:binary,is_last:boolean>"):
         return
-    if not any(form_of(name) for name in schema.fieldNames()):  # what a lane asks for is right
+    if not any(form_of(name) for name in schema.fieldNames()):  # skip the check for a lane's own columns
         _compare(schema, known, "events")
 
 
 def _check_typed(schema: StructType, table: TypedTable, *, zset: bool) -> None:
-    """A user's schema may drop columns; their types are the table's."""
+    """A user's schema may drop columns. Their types must be the table's."""
     from pgcdc.event.typed import BEFORE
     from pgcdc.spark.tables import typed_schema
 
@@ -136,7 +139,7 @@ def _compare(schema: StructType, known: dict[str, str], what: str) -> None:
             )
 
 
-# --- the reader of a query: which changes lie between two offsets, and how a task reads them
+# --- the reader of a query: which changes are between two offsets, and how a task reads them
 #
 # It lives in one Python process per query on the driver; `read` runs on the executors and needs only its partition.
 # Offsets are positions, and the same offsets always read the same changes.
@@ -153,7 +156,7 @@ class ChangePartition(InputPartition):
     host: str
     slices: list[SegmentSlice] = dataclasses.field(default_factory=list)
     relations: list[Relation] = dataclasses.field(default_factory=list)
-    schema_changes: list[ShapeChange] = dataclasses.field(default_factory=list)  # Those that become events
+    schema_changes: list[ShapeChange] = dataclasses.field(default_factory=list)  # The changes that become events
     described: Described = Described()  # noqa: RUF009 - frozen
 
 
@@ -166,9 +169,9 @@ class ChangeReader(StreamReader, SupportsTriggerAvailableNow):
         self._feed: Feed | None = None
         self._run: Channel | None = None
         self._target: Position | None = None
-        self._needed: Position | None = None  # Where a bounded run ends; None while snapshot rows come first
+        self._needed: Position | None = None  # Where a bounded run ends; None until the snapshot rows are complete
         self._acked = Position.at(0, 0)  # The consumer's ack when the query began
-        self._told = self._acked  # What was acknowledged since
+        self._told = self._acked  # The last acknowledgement since then
 
     def initialOffset(self) -> dict[str, Any]:
         initial, ack = self._open().claim()
@@ -197,14 +200,15 @@ class ChangeReader(StreamReader, SupportsTriggerAvailableNow):
             planned = plan_end(feed.spool.after(begin), end, max_rows, MAX_BATCH_BYTES) if end > begin else None
             if planned is not None:
                 return self._limit(feed, begin, planned).to_offset()
-            if end > begin:  # the capture is just publishing a large transaction
+            if end > begin:  # the capture is still publishing a large transaction
                 feed.wait(LONG_POLL_S)
             if self._target is None or (needed is not None and end >= needed):
                 break
         return start
 
     def _find_end(self, feed: Feed) -> Position | None:
-        """The end of a run that delivers everything up to now: behind its target and all rows requested by then."""
+        """The end of a run that delivers everything up to now: after its target, and after all rows requested by
+        then."""
         if self._target is not None and self._needed is None:
             settled = feed.settled()
             if settled.end is not None:
@@ -239,8 +243,8 @@ class ChangeReader(StreamReader, SupportsTriggerAvailableNow):
         return ChangePartition(feed.seed, socket.gethostname(), [], relations, changes, described)
 
     def _announce(self, feed: Feed, begin: Position, stop: Position, rows: int) -> None:
-        """Tell the run the start, end and approximate event count of the batch that Spark is about to run, and how many rows
-        go with its plan."""
+        """Tell the run the start, end and approximate event count of the batch that Spark is about to run, and how many
+        rows its plan carries."""
         if not self._options.run:
             return
         if self._run is None:
@@ -275,7 +279,7 @@ class ChangeReader(StreamReader, SupportsTriggerAvailableNow):
                 yield from rows_for(schema, batch)
 
     def _limit(self, feed: Feed, begin: Position, end: Position) -> Position:
-        """The furthest end of a batch that could go up to `end`."""
+        """The furthest position up to `end` where a batch may end."""
         return end
 
     @contextlib.contextmanager
@@ -306,7 +310,7 @@ class ChangeReader(StreamReader, SupportsTriggerAvailableNow):
             self._run.close()
 
     def _open(self) -> Feed:
-        """The feed, opened at first use: the constructor also runs where nothing should be started."""
+        """The feed, opened on first use: the constructor also runs where nothing should be started."""
         if self._feed is None:
             options = self._options
             self._feed = StaticFeed(Path(options.spool)) if options.spool else Feed(options)
@@ -314,8 +318,8 @@ class ChangeReader(StreamReader, SupportsTriggerAvailableNow):
         return self._feed
 
     def _schema_changes(self, feed: Feed, begin: Position, stop: Position) -> list[ShapeChange]:
-        """The schema changes that become events. The history is ahead of the spool: what is visible there is recorded
-        here."""
+        """The schema changes that become events. The history is ahead of the spool, so it contains everything visible
+        there."""
         if not self._options.events.schema_events:
             return []
         feed.shapes.refresh()
@@ -326,7 +330,7 @@ class ChangeReader(StreamReader, SupportsTriggerAvailableNow):
         return [without_hidden(change, chains) for change in changes]
 
     def _describe(self, feed: Feed, relations: list[Relation], stop: Position) -> Described:
-        """More about shapes, if the query's column `shape` or its chains need it; as it was known up to `stop`."""
+        """Details of shapes as known up to `stop`, if the query's column `shape` or its chains need them."""
         needs_shapes = any(chain.needs_shapes for chain in parse_chains(self._options.chains))
         if "shape" not in self._schema.fieldNames() and not needs_shapes:
             return Described()
@@ -336,8 +340,11 @@ class ChangeReader(StreamReader, SupportsTriggerAvailableNow):
         return Described(feed.database, tuple(known))
 
     def _look(self, feed: Feed, begin: Position) -> Position:
-        """How far the spool goes; waits a little if nothing is new. Then it acknowledges at once what Spark has committed:
-        Spark says so only with its next batch, which may have to wait for room in the spool."""
+        """How far the spool reaches; waits briefly if nothing is new.
+
+        In that case it also acknowledges what Spark has committed. Spark reports a commit only with its next batch,
+        which may itself have to wait for room in the spool.
+        """
         feed.spool.refresh()
         if feed.spool.end <= begin:
             if not self._options.run and begin > max(self._acked, self._told):
@@ -348,7 +355,8 @@ class ChangeReader(StreamReader, SupportsTriggerAvailableNow):
         return feed.spool.end
 
     def _wait_for(self, feed: Feed, position: Position) -> None:
-        """After a restart Spark plans its unfinished batch at once: wait for the capture, never return a prefix."""
+        """After a restart Spark plans its unfinished batch immediately: wait for the capture, and never return a part
+        of it."""
         feed.spool.refresh()
         while feed.spool.end < position:
             feed.wait(LONG_POLL_S, until=position)
@@ -356,7 +364,7 @@ class ChangeReader(StreamReader, SupportsTriggerAvailableNow):
 
 
 def group_slices(slices: list[SegmentSlice], size: int) -> list[list[SegmentSlice]]:
-    """Slices in order, in groups of about `size` bytes."""
+    """The slices in order, in groups of about `size` bytes."""
     groups: list[list[SegmentSlice]] = []
     held = size
     for piece in slices:

@@ -1,5 +1,8 @@
-"""Single tables as their queries see them: columns at the query's place in the stream, in Spark's types. `read_table` and
-`read_tables` (changes) and `read_snapshot` (rows) are for users; `describe` says what becomes of columns."""
+"""Single tables as their queries see them: the columns at the query's place in the stream, with Spark's types.
+
+`read_table` and `read_tables` (changes) and `read_snapshot` (rows) are for users; `describe` shows the Spark type of
+every column.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ RENAMED_ADVICE = (
 _FIRST = {"_op": StringType(), "_lsn": LongType(), "_ordinal": LongType(), "_xid": LongType(), "_ts": TimestampType()}
 
 
-# --- in Spark's types
+# --- Spark types
 
 
 def spark_type(arrow: pa.DataType) -> DataType:
@@ -57,7 +60,7 @@ def spark_type(arrow: pa.DataType) -> DataType:
 
 
 def spark_name(arrow: pa.DataType) -> str:
-    """The same in Spark's notation."""
+    """The same type in Spark's notation."""
     return spark_type(arrow).simpleString()
 
 
@@ -66,7 +69,7 @@ def own_schema(columns: Iterable[TypedColumn]) -> StructType:
 
 
 def typed_schema(table: TypedTable, *, zset: bool) -> StructType:
-    """The schema for Spark: the table's columns, then ours."""
+    """The schema for Spark: the table's columns, then the metadata columns."""
     own = own_schema(table.columns)
     last = StructField(WEIGHT, IntegerType()) if zset else StructField(BEFORE, own)
     first = [StructField(name, kind) for name, kind in _FIRST.items()]
@@ -74,7 +77,7 @@ def typed_schema(table: TypedTable, *, zset: bool) -> StructType:
 
 
 def narrow(table: TypedTable, schema: StructType) -> TypedTable:
-    """The same table with only these columns."""
+    """The same table, reduced to these columns."""
     old = next((field.dataType for field in schema if field.name == BEFORE), None)
     before = tuple(old.fieldNames()) if isinstance(old, StructType) else ()
     asked = {*schema.fieldNames(), *before}
@@ -83,7 +86,7 @@ def narrow(table: TypedTable, schema: StructType) -> TypedTable:
 
 
 def check_names(table: TypedTable) -> None:
-    """Raise ConfigError for columns that Spark could not tell apart."""
+    """Raise ConfigError for columns whose names Spark cannot distinguish."""
     taken = {*_FIRST, BEFORE, UNCHANGED, WEIGHT}
     for column in table.columns:
         if column.name.lower() in taken:
@@ -104,21 +107,27 @@ def check_names(table: TypedTable) -> None:
 
 
 def read_table(spark: SparkSession, table: str, **options: str) -> DataFrame:
-    """A streaming DataFrame of one table: its own columns, in Spark's types. `options` are those of `format("pgcdc")`, as in
-    docs/tables.md; `slot`, `state_dir` and `consumer` say whose it is."""
+    """A streaming DataFrame of one table: its own columns, in Spark's types.
+
+    `options` are those of `format("pgcdc")`, as in docs/tables.md; `slot`, `state_dir` and `consumer` identify the
+    stream to read.
+    """
     register(spark)
     return spark.readStream.format("pgcdc").options(**options).option("table", table).load()
 
 
 def read_snapshot(spark: SparkSession, table: str, **options: str) -> DataFrame:
-    """A DataFrame of the rows that a table has, all of one moment. Options: see docs/snapshots.md."""
+    """A DataFrame of the rows in a table, all from the same moment. Options: see docs/snapshots.md."""
     register(spark)
     return spark.read.format("pgcdc").options(**{"metadata": "false", **options}).option("table", table).load()
 
 
 def read_tables(spark: SparkSession, tables: Iterable[str], **options: str) -> dict[str, DataFrame]:
-    """One typed streaming DataFrame for each table, all from one slot. Every one is a consumer of its own. The consumers are
-    named after the tables (`shop.orders`), behind the option `consumer` if it is given (`report:shop.orders`)."""
+    """One typed streaming DataFrame per table, all from one slot.
+
+    Each is its own consumer, named after its table (`shop.orders`). The option `consumer` is a prefix
+    (`report:shop.orders`).
+    """
     if isinstance(tables, str):
         raise ConfigError("read_tables takes a list of tables, not a text", f"Write [{tables!r}], or use read_table")
     names = list(tables)
@@ -135,12 +144,13 @@ def read_tables(spark: SparkSession, tables: Iterable[str], **options: str) -> d
     }
 
 
-# --- the place of the query
+# --- the query's place in the stream
 
 
 def load_table(options: StreamOptions) -> TypedTable:
-    """The table where the query begins or resumes: from the history if it covers that place, else as the query began, else
-    as it is now. Raises with advice if there is no such table or it cannot be read in that form."""
+    """The table at the place where the query begins or resumes: from the history if it covers that place, else as it
+    was when the query began, else as it is now. Raises with advice if the table does not exist or cannot be read in
+    that form."""
     assert options.table is not None
     namespace, name = split_table(options.table)
     state = StateDir(options.state_dir)
@@ -153,7 +163,7 @@ def load_table(options: StreamOptions) -> TypedTable:
 
 
 def remember_table(state: StateDir, consumer: str, table: TypedTable) -> None:
-    """Save the columns with which a query began: the next load may come before later shapes were read."""
+    """Save the columns that a query began with: the next load may come before later shapes were read."""
     columns = [[column.name, column.type_oid, column.typmod] for column in table.columns]
     path = _notes(state, consumer)
     noted = {**(read_json(path) or {}), table.title: columns}
@@ -166,7 +176,7 @@ def _notes(state: StateDir, consumer: str) -> Path:
 
 
 def _shape_here(options: StreamOptions, state: StateDir, namespace: str, name: str) -> ShapeChange | None:
-    """The shape in force where the query resumes; for a table not seen before that place, the first shape behind it."""
+    """The shape in force where the query resumes. For a table first seen after that place, its first shape."""
     history = ShapeHistory(state.shapes_file)
     history.refresh()
     place = Position.parse(options.start) if options.start else _acknowledged(state, options.consumer)
@@ -191,25 +201,26 @@ def _acknowledged(state: StateDir, consumer: str) -> Position | None:
     return consumers[consumer].ack if consumer in consumers else Position.end(consumers.confirmed_lsn)
 
 
-# --- the rows that a table has: spark.read.format("pgcdc")
+# --- the existing rows of a table: spark.read.format("pgcdc")
 #
-# Spark plans a DataFrame once, however often it is read: all its reads are of the same snapshot (or, of a table that one
-# task reads, each of its own moment).
+# Spark plans a DataFrame only once, so all its reads see the same snapshot (or, for a table that one task reads, each
+# read sees its own moment).
 #
-# No filters are pushed down, though Spark has a method for it: Spark 4.3 keeps the filters of the last query for all queries
-# of the same DataFrame, so that `df.filter(a).union(df.filter(b))` has the rows of b twice. The option `where` filters.
+# No filters are pushed down, although Spark has a method for it: Spark 4.3 keeps the filters of the last query for all
+# queries of the same DataFrame, so `df.filter(a).union(df.filter(b))` would have the rows of b twice. Use the option
+# `where` to filter.
 
-SNAPSHOT = "SNAPSHOT"  # `_op` of a row that was there already
+SNAPSHOT = "SNAPSHOT"  # `_op` of a row that already existed
 
 
 def load_rows(options: StreamOptions) -> TableRows:
-    """The table to read. Raises with advice if there is no such table."""
+    """The table to read. Raises with advice if it does not exist."""
     assert options.table is not None
     return make_source(options.source).snapshot(options.table, options.types)
 
 
 def whole_schema(rows: TableRows) -> StructType:
-    """The table's columns, then the typed changes' columns whose names the table does not use."""
+    """The table's columns, then the metadata columns whose names the table does not use."""
     own, columns = own_schema(rows.columns), {column.name for column in rows.columns}
     typed = typed_schema(TypedTable("", "", rows.columns), zset=False)
     return StructType([*own, *(one for one in typed if one.name not in columns)])
@@ -217,13 +228,13 @@ def whole_schema(rows: TableRows) -> StructType:
 
 @dataclass
 class RowsPartition(InputPartition):
-    """What one task reads: `part` is the source's."""
+    """What one task reads; `part` belongs to the source."""
 
     part: Any
 
 
 class BatchReader(DataSourceReader):
-    """Reads a table. Picklable: it goes to the executors, without a password."""
+    """Reads a table. Picklable, because executors need it; contains no password."""
 
     def __init__(self, options: StreamOptions, schema: StructType, rows: TableRows) -> None:
         self._batch = options.part(RowsOptions)
@@ -231,7 +242,7 @@ class BatchReader(DataSourceReader):
         self._arrow = to_arrow_schema(schema, timezone="UTC")
         by_name = {column.name: column.type for column in rows.columns}
         asked = [name for name in schema.fieldNames() if name in by_name]
-        # Key columns that the user dropped are read as well, for the message about a value that does not fit.
+        # Key columns that the user dropped are read too, for the message about a value that does not fit.
         self._names = [*asked, *(name for name in rows.key if name not in asked)] or [rows.columns[0].name]
         self._types = {name: by_name[name] for name in self._names}
 
@@ -240,7 +251,7 @@ class BatchReader(DataSourceReader):
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         if not isinstance(partition, RowsPartition):
-            return  # Spark's own, for a table of no partitions
+            return  # Spark's own partition, for a table without any
         for values in self._rows.read(partition.part, self._names, self._batch.where):
             count = len(values) // len(self._names)
             arrays = [

@@ -1,4 +1,4 @@
-"""The reader of a typed query: one table, and never a batch across a change of its columns."""
+"""The reader of a typed query: one table. A batch never crosses a change of its columns."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TypedPartition(ChangePartition):
 
     versions: dict[int, Relation] = field(default_factory=dict)  # The shapes of the table, by version
     heartbeat: tuple[Position, int] | None = None
-    """At the end of the batch: the stream's time, in microseconds since 1970."""
+    """Sent at the end of the batch: the stream's time, in microseconds since 1970."""
     snapshot_end: Position = Position.at(0, 0)  # noqa: RUF009 - frozen
     """Snapshot rows up to here belong to the initial snapshot."""
 
@@ -60,7 +60,7 @@ class TypedReader(ChangeReader):
             remember_table(StateDir(self._options.state_dir), self._options.consumer, self._table)
         return feed
 
-    # --- where batches end
+    # --- the ends of batches
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
         end = dict(super().latestOffset(start, limit))
@@ -69,7 +69,7 @@ class TypedReader(ChangeReader):
         return end
 
     def _limit(self, feed: Feed, begin: Position, end: Position) -> Position:
-        """Where the table gets columns that the query lacks: a batch ends before, and none begins there."""
+        """End a batch before the table gets columns that the query does not have, and start none there."""
         feed.shapes.refresh()
         others = self._other_versions(feed, begin)
         if not others:
@@ -82,7 +82,7 @@ class TypedReader(ChangeReader):
             if place > begin:
                 return place
             if not self._options.run:
-                feed.acknowledge(begin)  # Spark has committed it: the next load begins with the columns in force here
+                feed.acknowledge(begin)  # Spark has committed it: the next load starts with the columns in force here
             raise self._explain(shape, place)
         return end
 
@@ -160,7 +160,8 @@ class TypedReader(ChangeReader):
     # --- time
 
     def _time_at(self, start: dict[str, Any], end: Position) -> int:
-        """The stream's time at `end`: everything committed before it has been read. Advances by at least the interval."""
+        """The stream's time at `end`: everything committed before it has been read. Advances by at least the
+        interval."""
         now = time.monotonic()
         if now >= self._clock_due and (self._target is None or end < self._target):
             self._clock_due = now + CLOCK_POLL_S
@@ -179,7 +180,7 @@ class TypedReader(ChangeReader):
 
 
 def _first_of(piece: SegmentSlice, versions: dict[int, Relation]) -> tuple[Position, Relation] | None:
-    """The place directly before the first change in one of these shapes."""
+    """The position directly before the first change in one of these shapes."""
     changes, owners = read_slice(piece)
     numbers = changes.column("relation").to_numpy()
     rows = np.flatnonzero(np.isin(numbers, list(versions)))

@@ -1,8 +1,8 @@
-"""Types: the server functions that send and write each, and what it is made of.
+"""PostgreSQL's types: the server functions that send and write each one, and its components.
 
-A type is identified by its pair of functions, not its name: citext sends by textsend and writes by textout, so it is text,
-whatever its oid. The server's own functions stand under their name, those of extensions under library:name. PostgreSQL's own
-types have fixed oids and need no server: `BUILT_IN`.
+A type is identified by its pair of functions, not by its name. For example, citext sends by textsend and writes by
+textout, so it is text, whatever its oid. The server's own functions are listed by name, those of extensions as
+library:name. PostgreSQL's own types have fixed oids and need no server: `BUILT_IN`.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class TypeInfo:
     oid: int
-    name: str  # With its schema, and quoted as in SQL, if it is not of pg_catalog
-    output: str  # The function that writes it as text
+    name: str  # Outside pg_catalog: with its schema, and quoted as in SQL
+    output: str  # The function that writes the value as text
     send: str | None
-    """The function that sends it. Without one pgoutput sends text, but arrays and rows of it cannot be sent at all."""
-    inner: int = 0  # The type of the elements, of the bounds, or (of a domain) the base type
+    """The function that sends the value in binary. If it is missing, pgoutput sends text, but arrays and rows of the
+    type cannot be sent."""
+    inner: int = 0  # The type of the elements or bounds, or the base type of a domain
     kind: str = "base"  # base, enum, domain, composite, range, multirange, array or pseudo
     delimiter: str = ","  # Separates elements of an array, and of arrays of this type: always the same
-    typmod: int = -1  # Of a domain: the modifier of its base type, such as the precision of a numeric
-    ndims: int = 0  # Of a domain over an array: its declared dimensions
+    typmod: int = -1  # For a domain: the modifier of its base type, such as the precision of a numeric
+    ndims: int = 0  # For a domain over an array: its declared dimensions
     attributes: tuple[int, ...] = ()  # The types of a composite type's columns; the next three fields describe each
     attribute_names: tuple[str, ...] = ()
     attribute_typmods: tuple[int, ...] = ()
@@ -34,7 +35,7 @@ class TypeInfo:
 
     @property
     def is_domain(self) -> bool:
-        """Whether its values are those of its base type."""
+        """Whether its values are those of a base type."""
         return self.kind == "domain"
 
 
@@ -47,8 +48,8 @@ class TypeCatalog:
 
     @classmethod
     def load(cls, conn: Connection) -> TypeCatalog:
-        """Every type of the server, with one query."""
-        from pgcdc.postgres.database import explain_errors  # executors have no use for a driver
+        """Load every type of the server with one query."""
+        from pgcdc.postgres.database import explain_errors  # executors do not need a driver
 
         version = conn.info.server_version
         is_range_of = "t.oid IN (r.rngtypid, r.rngmultitypid)" if version >= 140000 else "t.oid = r.rngtypid"
@@ -57,19 +58,19 @@ class TypeCatalog:
         return cls({row[0]: _parse(row) for row in rows}, version)
 
     def get(self, oid: int) -> TypeInfo | None:
-        """The type, or a domain's base type; None if the oid is unknown."""
+        """The type, or the base type of a domain; None if the oid is unknown."""
         found = self.types.get(oid)
         while found is not None and found.is_domain:
             found = self.types.get(found.inner)
         return found
 
     def name(self, oid: int) -> str:
-        """For messages: the name, or the number if unknown."""
+        """The name for messages; the number if it is unknown."""
         found = self.types.get(oid)
         return found.name if found else f"with oid {oid}"
 
     def subset(self, oids: Iterable[int]) -> TypeCatalog:
-        """These types and all that they are made of."""
+        """These types and all their components."""
         found: dict[int, TypeInfo] = {}
         wanted = list(oids)
         while wanted:
@@ -96,7 +97,7 @@ def _parse(row: Iterable[Any]) -> TypeInfo:
     return TypeInfo(*fields)
 
 
-# A multirange has the bounds of its range. Row types of tables are types as well: a column can have them.
+# A multirange has the same bounds as its range. Row types of tables are included: a column can have them.
 _TYPES = """
 SELECT t.oid::int8,
        CASE n.nspname WHEN 'pg_catalog' THEN t.typname ELSE quote_ident(n.nspname) || '.' || quote_ident(t.typname) END,
@@ -121,9 +122,9 @@ LEFT JOIN LATERAL (SELECT array_agg(a.atttypid::int8 ORDER BY a.attnum) AS types
 WHERE t.typisdefined
 """
 
-# --- the types that every PostgreSQL has
+# --- the types of every PostgreSQL server
 
-# oid, oid of the array, name, functions; in the order of their oids.
+# oid, oid of the array type, name, functions; ordered by oid.
 _SCALARS = """
 16 1000 bool boolout boolsend
 17 1001 bytea byteaout byteasend
@@ -191,7 +192,7 @@ _SCALARS = """
 5069 271 xid8 xid8out xid8send
 """
 
-# oid, oid of the array, name, type of the bounds.
+# oid, oid of the array type, name, type of the bounds.
 _RANGES = """
 3904 3905 int4range 23
 3906 3907 numrange 1700
@@ -208,7 +209,7 @@ _RANGES = """
 """
 
 _ELEMENTS = {"int2vector": 21, "oidvector": 26, "name": 18, "point": 701, "lseg": 600, "box": 600, "line": 701}
-"""What has elements without being an array."""
+"""Types that have elements but are not arrays."""
 
 
 def _list_built_in() -> Iterator[TypeInfo]:
@@ -238,10 +239,10 @@ def _with_array(element: TypeInfo, oid: int) -> Iterable[TypeInfo]:
 
 
 BUILT_IN = TypeCatalog({info.oid: info for info in _list_built_in()})
-"""The types that every PostgreSQL has, as far as a column can have them."""
+"""The types of every PostgreSQL server that a column can have."""
 
 
-# --- how SQL writes a type with its modifier: `numeric(10,2)`, `character varying(20)[]`
+# --- types with modifiers as SQL text: `numeric(10,2)`, `character varying(20)[]`
 
 _SQL_NAMES = {
     "bool": "boolean", "char": '"char"', "int8": "bigint", "int2": "smallint", "int4": "integer", "float4": "real",
@@ -255,7 +256,8 @@ _INTERVAL_FIELDS = {"year": _YEAR, "month": _MONTH, "day": _DAY, "hour": _HOUR, 
 
 
 def type_name(oid: int, typmod: int = -1) -> str:
-    """The text of the server's format_type(), for when the server is out of reach; `oid 16432` for a type not built in."""
+    """The text that the server's format_type() returns, for use without a connection; `oid 16432` if the type is not
+    built in."""
     found = BUILT_IN.types.get(oid)
     if found is None:
         return f"oid {oid}"
@@ -280,12 +282,12 @@ def _modifier(name: str, typmod: int) -> str:
 
 
 def numeric_digits(typmod: int) -> tuple[int, int]:
-    """Precision and scale of a numeric. The scale has 11 signed bits; before PostgreSQL 15 it had no sign."""
+    """Precision and scale of a numeric. The scale is 11 bits, signed since PostgreSQL 15."""
     return typmod - 4 >> 16 & 0xFFFF, (typmod - 4 & 0x7FF ^ 0x400) - 0x400
 
 
 def _interval_modifier(typmod: int) -> str:
-    """An interval may be limited to some fields, and its seconds to some digits."""
+    """An interval may be limited to some fields, and its seconds to a number of digits."""
     mask, digits = typmod >> 16 & 0x7FFF, typmod & 0xFFFF
     names = [name for name, bit in _INTERVAL_FIELDS.items() if mask & bit] if mask != 0x7FFF else []
     fields = " to ".join(dict.fromkeys((names[0], names[-1]))) if names else ""

@@ -1,4 +1,4 @@
-"""Geometric types and pgvector's vectors: numbers with the brackets of their kind."""
+"""Geometric types and pgvector's vectors: numbers in the brackets of their type."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _PATH = rf"{_POLYGON}|\[{_POINTS}\]"
 def split_numbers(
     values: pa.Array, number: ColumnType, name: str, pattern: str, instead: bytes = b""
 ) -> tuple[Offsets, pa.Array]:
-    """The numbers of every value, and of `instead` for NULL; `pattern` says where brackets and commas stand."""
+    """The numbers of every value, and those of `instead` for NULL. `pattern` describes the brackets and commas."""
     require(values, pattern, f"it is no {name}")
     text = ColumnText(values, instead)
     found = text.cut(b"([{<,", b")]}>,")
@@ -47,12 +47,12 @@ class Shape(NamedTuple):
     """A geometric type with a fixed number of numbers."""
 
     name: str
-    example: bytes  # Stands for NULL, so that each value has as many numbers
-    fields: Fields  # Its fields in Spark: of one number, or of two, which are a point
+    example: bytes  # Replaces NULL, so that every value has the same count of numbers
+    fields: Fields  # Its fields in Spark: one number each, or two for a point
 
     @property
     def pattern(self) -> str:
-        """What a value looks like."""
+        """The pattern that a value matches."""
         return re.escape(self.example.decode()).replace("0", _NUMBER)
 
 
@@ -63,13 +63,13 @@ SHAPES: Final = {
     "box_out": Shape("box", b"(0,0),(0,0)", (("upper_right", 2), ("lower_left", 2))),
     "circle_out": Shape("circle", b"<(0,0),0>", (("center", 2), ("radius", 1))),
 }
-"""By the function that writes the type."""
+"""Shapes by the function that writes the type."""
 _COORDINATES: Final = SHAPES["point_out"].fields
 _PATH_FIELDS: Final = ("closed", "points")
 
 
 def geometric_type(output: str, number: ColumnType) -> Nested:
-    """What the type with this function becomes, with numbers of this type."""
+    """The Spark type for the type with this output function, using this number type."""
     if output in SHAPES:
         return nest(_arrow_type(SHAPES[output].fields, number.arrow), number, _read_shapes, SHAPES[output])
     points = list_of(_arrow_type(_COORDINATES, number.arrow))
@@ -79,7 +79,7 @@ def geometric_type(output: str, number: ColumnType) -> Nested:
 
 
 def vector_type(number: ColumnType) -> Nested:
-    """vector and halfvec of pgvector: ARRAY<FLOAT>."""
+    """pgvector's vector and halfvec: ARRAY<FLOAT>."""
     return nest(list_of(number.arrow), number, _read_vectors)
 
 
@@ -96,7 +96,7 @@ def _read_points(values: pa.Array, number: ColumnType, name: str, pattern: str) 
 
 
 def _read_paths(values: pa.Array, number: ColumnType) -> pa.Array:
-    """path: STRUCT<closed BOOLEAN, points ARRAY<point>>. The brackets around all say whether it is closed."""
+    """path: STRUCT<closed BOOLEAN, points ARRAY<point>>. The outer brackets show whether it is closed."""
     points = _read_points(values, number, "path", _PATH)
     return struct_array(_PATH_FIELDS, (pc.starts_with(values, b"("), points), values)
 
@@ -107,7 +107,7 @@ def _read_vectors(values: pa.Array, number: ColumnType) -> pa.Array:
 
 
 def _structs(fields: Fields, numbers: pa.Array, like: pa.Array | None = None) -> pa.Array:
-    """Structs of numbers and of points, from all numbers in a row."""
+    """Structs of numbers and points, built from one flat array of numbers."""
     table = numbers.to_numpy().reshape(-1, _width(fields))
     columns, first = [], 0
     for _, count in fields:

@@ -1,6 +1,8 @@
-"""Intervals as PostgreSQL writes them with IntervalStyle iso_8601: P1Y2M-3DT4H5M6.789S. Months, days and microseconds have
-no fixed relation, and each its own sign: so PostgreSQL keeps three numbers, and Spark gets the same three. Spark's own
-interval types hold only one or two of them."""
+"""Intervals as PostgreSQL writes them with IntervalStyle iso_8601: P1Y2M-3DT4H5M6.789S.
+
+Months, days and microseconds have no fixed relation, and each has its own sign. PostgreSQL therefore stores three
+numbers, and Spark gets the same three. Spark's own interval types hold only one or two of them.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ _NAMES = ("months", "days", "microseconds")
 _TYPES = (pa.int32(), pa.int32(), pa.int64())
 
 _N, _TO_59, _FRACTION = "[1-9][0-9]{0,9}", "(?:[1-9]|[1-5][0-9])", r"\.[0-9]{0,5}[1-9]"
-# A part that is zero is left out. Years and months come from one number, so they have one sign; so have hours to seconds.
+# A part that is zero is omitted. Years and months come from one number, so they share a sign; so do hours, minutes and
+# seconds.
 _YEARS = "|".join(f"(?:{sign}{_N}Y)?(?:{sign}(?:[1-9]|1[01])M)?" for sign in ("", "-"))
 _HOURS = "|".join(
     f"(?:{sign}{_N}H)?(?:{sign}{_TO_59}M)?(?:{sign}(?:{_TO_59}(?:{_FRACTION})?|0{_FRACTION})S)?" for sign in ("", "-")
@@ -67,7 +70,7 @@ def _explain(index: int, text: bytes) -> Rejected:
 
 
 def read_intervals(values: pa.Array) -> pa.Array:
-    """Infinity is refused: no number of months stands for it."""
+    """Convert intervals. Refuses infinity, which no number of months represents."""
     return struct_array(_NAMES, split_intervals(values), values)
 
 

@@ -1,11 +1,11 @@
-"""Which Spark type a PostgreSQL type becomes. docs/types.md says the same in words, and a test compares them.
+"""Chooses the Spark type for a PostgreSQL type. docs/types.md describes the same rules, and a test compares them.
 
-A type is known by the function that writes it (`catalog`), so that citext is text and a type nobody has heard of is read as
-what it is on the wire: text.
+A type is identified by the function that writes it (`catalog`), so citext is text, and an unknown type is read as what
+it is on the wire: text.
 
-Of types that hold others (arrays, rows, ranges, hstore) a whole column is taken apart at once (`split`), what it holds is
-converted as one flat column by its own type, and put together again. So the depth of a type costs, but not the number of
-values in it.
+For types with inner values (arrays, rows, ranges, hstore), a whole column is split at once (`split`). The inner values
+are converted as one flat column by their own type, and then reassembled. The cost therefore grows with the depth of a
+type, not with the number of values in it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _RANGE_FIELDS: Final = ("lower", "upper", "lower_inclusive", "upper_inclusive", 
 
 
 def check_options(options: TypeOptions) -> TypeOptions:
-    """The options themselves; ConfigError if there is no such choice."""
+    """Return the options; ConfigError if a value is not among the choices."""
     for name, choices in CHOICES.items():
         chosen = getattr(options, name)
         if chosen not in choices:
@@ -59,7 +59,7 @@ def check_options(options: TypeOptions) -> TypeOptions:
 
 
 def map_type(catalog: TypeCatalog, oid: int, typmod: int, ndims: int, options: TypeOptions) -> ColumnType:
-    """What a column of this type becomes; a domain is its base type, and what is not known is text."""
+    """The column type for this PostgreSQL type. A domain is treated as its base type, and an unknown type as text."""
     info = catalog.types.get(oid)
     while info is not None and info.is_domain:
         typmod, ndims = info.typmod, info.ndims
@@ -85,7 +85,7 @@ def _make_numeric(typmod: int, options: TypeOptions) -> ColumnType:
     if typmod < 0:
         return _text(Exactness.TEXT, "no precision is declared")
     precision, scale = numeric_digits(typmod)
-    # numeric(3,-2) goes up to 99900, numeric(2,4) up to 0.0099.
+    # numeric(3,-2) has values up to 99900, numeric(2,4) up to 0.0099.
     digits, places = max(precision - min(scale, 0), scale), max(scale, 0)
     if digits > _MAX_PRECISION:
         return _text(Exactness.TEXT, f"Spark's DECIMAL has {_MAX_PRECISION} digits at most")
@@ -112,13 +112,13 @@ _MAKERS: dict[str, Callable[[int, TypeOptions], ColumnType]] = {
     "json_out": _make_json,
     "jsonb_out": _make_json,
 }
-"""What depends on the modifier or on the options."""
+"""Types that depend on the modifier or on the options."""
 
 _PLAIN: dict[str, ColumnType] = {
     "boolout": Bits(pa.bool_()),
     "int2out": Numbers(pa.int16()),
     "int4out": Numbers(pa.int32()),
-    # oid, xid and cid have no sign: 32 bits of it need 64 with one
+    # oid, xid and cid are unsigned 32-bit numbers, which need a signed 64-bit type
     **dict.fromkeys(("int8out", "oidout", "xidout", "cidout"), Numbers(pa.int64())),
     "float4out": Numbers(pa.float32()),
     "float8out": Numbers(pa.float64()),
@@ -128,13 +128,13 @@ _PLAIN: dict[str, ColumnType] = {
 }
 
 
-# --- types that hold others
+# --- types with inner values
 
 
 def _nested_type(
     catalog: TypeCatalog, info: TypeInfo, typmod: int, ndims: int, options: TypeOptions
 ) -> ColumnType | None:
-    """What a type that holds others becomes; None if it holds none, or is to be read as text."""
+    """The column type for a type with inner values; None if it has none, or should be read as text."""
 
     def inner(oid: int, typmod: int = -1, ndims: int = 0) -> ColumnType:
         return map_type(catalog, oid, typmod, ndims, options)
@@ -146,7 +146,7 @@ def _nested_type(
         element = inner(info.inner, typmod)
         if output in _WORDS:
             return nest(list_of(element.arrow), element, _read_words)
-        # Declared dimensions beyond what an array can have were accepted by older servers.
+        # Older servers accepted more declared dimensions than an array can have.
         depth = min(max(ndims, 1), split.MAX_DIMENSIONS)
         arrow = element.arrow
         for _ in range(depth):
@@ -172,17 +172,17 @@ def _nested_type(
 
 
 def _read_arrays(values: pa.Array, element: ColumnType, depth: int, delimiter: bytes) -> pa.Array:
-    """Arrays of the declared number of dimensions: as many ARRAY levels."""
+    """Arrays with the declared number of dimensions, one ARRAY level each."""
     return _lists(values, element, split.split_arrays(values, depth, delimiter))
 
 
 def _read_words(values: pa.Array, element: ColumnType) -> pa.Array:
-    """int2vector and oidvector: numbers with blanks between."""
+    """int2vector and oidvector: numbers separated by spaces."""
     return _lists(values, element, split.split_words(values))
 
 
 def _lists(values: pa.Array, element: ColumnType, found: split.Lists) -> pa.Array:
-    """All elements at once, then level by level, the innermost first."""
+    """Convert all elements together, then build the lists level by level, innermost first."""
     offsets, leaves = found
     with rejected_as("an element", *offsets):
         items = element.convert(leaves)
@@ -192,14 +192,14 @@ def _lists(values: pa.Array, element: ColumnType, found: split.Lists) -> pa.Arra
 
 
 def _row_type(names: tuple[str, ...], attributes: tuple[ColumnType, ...]) -> Nested:
-    """Composite types, and the row types of tables: a STRUCT by the names of the attributes."""
+    """Composite types and row types of tables: a STRUCT with the names of the attributes."""
     arrow = struct_of(names, [one.arrow for one in attributes])
     rule = "; ".join(f"{name}: {one.rule}" for name, one in zip(names, attributes, strict=True) if one.rule)
     return Nested(arrow, worst(attributes), rule, _read_rows, (names, attributes))
 
 
 def _read_rows(values: pa.Array, names: tuple[str, ...], attributes: tuple[ColumnType, ...]) -> pa.Array:
-    """One attribute of all rows after the other."""
+    """Convert one attribute of all rows after the other."""
     parts = split_columns(split.split_rows(values, len(names)), len(names))
     columns = []
     for name, attribute, part in zip(names, attributes, parts, strict=True):
@@ -209,7 +209,7 @@ def _read_rows(values: pa.Array, names: tuple[str, ...], attributes: tuple[Colum
 
 
 def read_ranges(values: pa.Array, bound: ColumnType) -> pa.Array:
-    """A STRUCT of bounds, NULL where there is none, and of what belongs to it."""
+    """A STRUCT of the bounds (NULL if there is none) and whether each bound is included and the range empty."""
     split.require(values, f"empty|{split.RANGE}", "it is no range, or is not quoted as it should be")
     is_empty = pc.equal(values, b"empty").fill_null(True)
     found = split.ColumnText(pc.if_else(is_empty, b"(,)", values)).cut(b"[(,", b",)]")
@@ -223,7 +223,7 @@ def read_multiranges(values: pa.Array, bound: ColumnType) -> pa.Array:
     split.require(
         values, rf"\{{(?:{split.RANGE}(?:,{split.RANGE})*)?\}}", "it is no multirange, or is not quoted as it should be"
     )
-    text = split.ColumnText(pc.binary_slice(values, 1, -1))  # without its braces
+    text = split.ColumnText(pc.binary_slice(values, 1, -1))  # without the outer braces
     found = text.cut(b"[(,", b",)]")
     offsets = split.offsets_of(text.begins, found.begins[::2])
     with rejected_as("a bound", offsets, each=2):
@@ -240,7 +240,7 @@ def _range_structs(found: split.Pieces, bounds: pa.Array, is_empty: pa.Array, li
 
 
 def _read_hstore(values: pa.Array, text: ColumnType) -> pa.Array:
-    """MAP<STRING, STRING>, of which values may be NULL: keys and values of all maps at once."""
+    """MAP<STRING, STRING> with nullable values. Converts the keys and values of all maps together."""
     (offsets,), leaves = split.split_pairs(values)
     with rejected_as("a key or value", offsets):
         texts = text.convert(leaves)

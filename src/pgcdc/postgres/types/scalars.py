@@ -1,6 +1,9 @@
-"""Columns of single values: whole columns at once, by pyarrow's own casts. PostgreSQL writes what it has, in a session with
-our settings, so a cast may accept more than PostgreSQL ever writes. What it must not do is to round, cut or guess: each cast
-here was checked for that, and where it would, there is code instead."""
+"""Columns of single values, converted a whole column at a time with pyarrow's casts.
+
+PostgreSQL writes values in a session with our settings, so a cast may accept more than PostgreSQL ever writes. It must
+never round, truncate or guess. Each cast here was checked for that; where pyarrow would do so, our own code converts
+instead.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ _BOOLS = pa.array([b"f", b"t"], pa.binary())
 
 @dataclass(frozen=True, slots=True)
 class Scalar:
-    """What all of them say about themselves."""
+    """Defaults that all types of single values share."""
 
     arrow: pa.DataType
     exactness: Exactness = Exactness.EXACT
@@ -35,12 +38,12 @@ class Scalar:
 
 
 class Text(Scalar):
-    """PostgreSQL's text is the value."""
+    """The value is PostgreSQL's text."""
 
     __slots__ = ()
 
     def convert(self, values: pa.Array) -> pa.Array:
-        """The same bytes, which must be UTF-8."""
+        """The same bytes, which must be valid UTF-8."""
         return _cast(values, lambda some: some.cast(pa.string()), self._refuse)
 
     def _refuse(self, index: int, value: bytes) -> Rejected:
@@ -48,7 +51,7 @@ class Text(Scalar):
 
 
 class Numbers(Scalar):
-    """Integers and floats: pyarrow finds the nearest float exactly as PostgreSQL meant it."""
+    """Integers and floats. pyarrow picks the nearest float, as PostgreSQL intended."""
 
     __slots__ = ()
 
@@ -61,7 +64,7 @@ class Numbers(Scalar):
 
 
 class Decimals(Numbers):
-    """numeric with a precision that Spark has. The cast refuses digits for which there is no place."""
+    """numeric with a precision that Spark supports. The cast refuses digits that do not fit."""
 
     __slots__ = ()
 
@@ -74,7 +77,7 @@ class Decimals(Numbers):
 
 
 class Nearest(Numbers):
-    """numeric as the nearest double. A number too large for it would silently become infinity: it is refused."""
+    """numeric as the nearest double. Refuses numbers that are too large, which would silently become infinity."""
 
     __slots__ = ()
 
@@ -92,7 +95,7 @@ class Nearest(Numbers):
 
 
 class Bits(Scalar):
-    """bool: `t` and `f`, which no cast of pyarrow reads."""
+    """bool: `t` and `f`, which pyarrow's casts do not read."""
 
     __slots__ = ()
 
@@ -106,12 +109,12 @@ class Bits(Scalar):
 
 
 class Bytes(Scalar):
-    r"""bytea, written as `\x` and two hexadecimal digits for each byte."""
+    r"""bytea, written as `\x` and two hexadecimal digits per byte."""
 
     __slots__ = ()
 
     def convert(self, values: pa.Array) -> pa.Array:
-        """The bytes, of all values with one call."""
+        """The bytes; all values are decoded with one call."""
         if not len(values):
             return values
         filled = values.fill_null(b"\\x") if values.null_count else values
@@ -119,7 +122,8 @@ class Bytes(Scalar):
         offsets = np.frombuffer(ends, np.int32, len(filled) + 1, filled.offset * 4)
         text = data.slice(offsets[0], offsets[-1] - offsets[0]).to_pybytes() if data else b""
         try:
-            # A backslash is no digit: if there are as many prefixes as values, and each value has its own, none is inside.
+            # A backslash is not a digit: if there are as many prefixes as values and each value starts with one, none
+            # is inside.
             if text.count(b"\\x") != len(filled) or not pc.all(pc.starts_with(filled, b"\\x")).as_py():
                 raise ValueError
             decoded = binascii.unhexlify(text.replace(b"\\x", b""))
@@ -139,9 +143,9 @@ class Bytes(Scalar):
 
 @dataclass(frozen=True, slots=True)
 class Moments(Scalar):
-    """Dates and timestamps of the years 1 to 9999, which is what Spark has."""
+    """Dates and timestamps of the years 1 to 9999, the range that Spark supports."""
 
-    clamp: bool = False  # What is outside becomes the first or the last moment of those years
+    clamp: bool = False  # Values outside become the first or the last moment of those years
 
     def convert(self, values: pa.Array) -> pa.Array:
         """Days or microseconds."""
@@ -176,7 +180,7 @@ class Moments(Scalar):
 
 
 def first_refused(values: pa.Array, cast: Callable[[pa.Array], object]) -> int:
-    """The first value that makes `cast` fail, by bisection. One must."""
+    """The index of the first value that makes `cast` fail, found by bisection. At least one must fail."""
     begin, end = 0, len(values)
     while end - begin > 1:
         middle = (begin + end) // 2
@@ -199,7 +203,7 @@ def _cast(values: pa.Array, cast: Callable[[pa.Array], pa.Array], refuse: Callab
         return cast(values)
     except pa.ArrowInvalid:
         index = first_refused(values, cast)
-        # As bytes: it may not be UTF-8.
+        # Read as bytes, because it may not be UTF-8.
         raise refuse(index, values.view(pa.binary())[index].as_py()) from None
 
 
@@ -211,23 +215,23 @@ def _unhexlify(values: pa.Array) -> None:
             binascii.unhexlify(value[2:])
 
 
-# --- json and jsonb as Spark's VARIANT, encoded here value by value in Python: many times slower than text.
-# Spark's own encoder rounds numbers that do not fit. Here they are refused: only what fits into
-# DECIMAL(38), or is the shortest text of a double, becomes one.
+# --- json and jsonb as Spark's VARIANT, encoded here value by value in Python: many times slower than text. Spark's own
+# encoder rounds numbers that do not fit, so we encode: only numbers that fit DECIMAL(38), or that are the shortest text
+# of a double, are accepted.
 
 _JSON_ADVICE = "Read json columns as text: json=string"
 _VARIANT_DIGITS = 38
-# Numbers that are not simply integers or decimals of Spark's; also in strings, where they do no harm.
+# Numbers that are not plain integers or decimals in Spark. May also match inside strings, which is harmless.
 _UNUSUAL = re.compile(r"[0-9][eE]|[0-9.]{38}")
 
 
 class _Unfit(ValueError):
-    """A part of the document that has no place."""
+    """A part of the document that VARIANT cannot represent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Variants:
-    """json and jsonb as VARIANT. Of equal keys the last one counts, as in jsonb."""
+    """json and jsonb as VARIANT. Of duplicate keys the last one counts, as in jsonb."""
 
     arrow: pa.DataType = field(
         default_factory=lambda: pa.struct(

@@ -1,8 +1,9 @@
-"""Takes apart the text of values that hold others: arrays, rows, ranges, hstore. A whole column becomes one flat column.
+"""Splits the text of values that contain others: arrays, rows, ranges, hstore. A whole column becomes one flat column.
 
-Converting the flat column at once is much cheaper than value by value; offsets say where each value begins. A pattern says
-how PostgreSQL writes a type, and other text is refused, except for unneeded quotes: for rows and ranges the server's
-platform decides which bytes need them. Text that fits is cut at brackets and commas outside quotes, all values at once.
+Converting one flat column is much cheaper than converting value by value; offsets say where each value begins. A
+pattern describes how PostgreSQL writes a type. Other text is refused, except for unneeded quotes: in rows and ranges,
+which bytes need quotes depends on the server's platform. Text that matches is split at brackets and commas outside
+quotes, all values at once.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import pyarrow.compute as pc
 
 from pgcdc.postgres.types.column import Offsets, Rejected
 
-Places = npt.NDArray[np.int64]  # Places in the text of a column, in ascending order
+Places = npt.NDArray[np.int64]  # Indexes into the text of a column, ascending
 
 MAX_DIMENSIONS: Final = 6
 
@@ -37,12 +38,12 @@ _NULL = np.frombuffer(b"NULL", np.uint8)
 class Lists(NamedTuple):
     """Lists of lists of leaves."""
 
-    offsets: list[Offsets]  # Of each level, the outermost first
+    offsets: list[Offsets]  # One array per level, outermost first
     leaves: pa.Array
 
 
 def find_misfit(values: pa.Array, pattern: str) -> int | None:
-    """The first value that does not match the pattern; NULL matches."""
+    """The index of the first value that does not match the pattern. NULL matches."""
     fits = pc.match_substring_regex(values, f"^(?:{pattern})$")
     return pc.index(fits, False).as_py() if fits.false_count else None
 
@@ -54,10 +55,10 @@ def require(values: pa.Array, pattern: str, reason: str) -> None:
 
 
 class ColumnText:
-    """The text of a column, end to end."""
+    """The text of a column, all values concatenated."""
 
     def __init__(self, values: pa.Array, instead: bytes = b"") -> None:
-        """`instead` stands for NULL."""
+        """`instead` replaces NULL."""
         if values.null_count:
             values = values.fill_null(instead)
         _, ends, data = values.buffers()
@@ -68,13 +69,17 @@ class ColumnText:
         self.begins = places[:-1] - places[0]
 
     def owners(self, places: Places) -> Places:
-        """Which values these places are in."""
+        """The indexes of the values that contain these places."""
         return np.searchsorted(self.begins, places, side="right") - 1
 
     def cut(self, before: bytes, after: bytes, *, has_null: bool = False) -> Pieces:
-        """Leaves: what stands between one of the bytes `before` and the next of the bytes `after`, which are all that is
-        outside leaves. With `has_null` NULL is a word and no leaf is empty; else NULL is empty."""
-        # The same text with "a" for escaped bytes: any backslash or quote left is not part of a value.
+        """Cut out the leaves: the text between a byte of `before` and the next byte of `after`. Everything outside
+        leaves is one of these bytes.
+
+        With `has_null`, NULL is written as a word and no leaf is empty; otherwise an empty leaf is NULL.
+        """
+        # The same text with escaped bytes replaced by "a": the remaining backslashes and quotes are not part of a
+        # value.
         plain = self.data
         if b"\\" in plain:
             plain = plain.replace(b"\\\\", b"\\a").replace(b'\\"', b"\\a")
@@ -95,7 +100,7 @@ class ColumnText:
         is_null = self._find_null(text, begins, ends) if has_null else begins == ends
         if has_quotes:
             keep = ~(is_mark | is_quote | (text == _BACKSLASH))
-            keep[1:] |= is_quote[:-1] & is_quote[1:] & is_quoted[1:]  # of two quotes in quotes the second is the value
+            keep[1:] |= is_quote[:-1] & is_quote[1:] & is_quoted[1:]  # of a doubled quote in quotes, keep the second
             kept = np.frombuffer(self.data, np.uint8)[keep]
             starts = np.cumsum(keep, dtype=np.int32)[begins - 1]
         else:
@@ -119,10 +124,10 @@ class ColumnText:
 
 
 class Pieces(NamedTuple):
-    """What a text was cut into."""
+    """The parts that a text was cut into."""
 
-    marks: Places  # Brackets, commas and the like outside of quotes
-    kinds: npt.NDArray[np.uint8]  # Which byte each of the marks is
+    marks: Places  # Brackets, commas and other separators outside quotes
+    kinds: npt.NDArray[np.uint8]  # The byte at each mark
     begins: Places  # Where each leaf begins
     opening: npt.NDArray[np.uint8]  # The mark before each leaf
     closing: npt.NDArray[np.uint8]  # The mark after each leaf
@@ -135,12 +140,12 @@ def _among(some: bytes) -> npt.NDArray[np.bool_]:
 
 
 def offsets_of(outer: Places, inner: Places) -> Offsets:
-    """Offsets of the inner items in the outer ones, by where they begin."""
+    """Offsets of the inner items within the outer ones, given where each begins."""
     return np.append(np.searchsorted(inner, outer), len(inner)).astype(np.int32)
 
 
 def split_arrays(values: pa.Array, depth: int, delimiter: bytes) -> Lists:
-    """Arrays of `depth` dimensions whose indexes start at 1; `{}` may have any number of them."""
+    """Arrays of `depth` dimensions with indexes from 1; `{}` may have any number of dimensions."""
     comma = delimiter.decode()
     pattern = rf'(?:{_ESCAPED}|[^"\\{{}}{_BLANKS}{comma}]+)'
     for _ in range(depth):
@@ -173,7 +178,7 @@ def _explain_array(index: int, text: bytes, depth: int) -> Rejected:
 
 
 def split_rows(values: pa.Array, count: int) -> pa.Array:
-    """The `count` attributes of each row; of a row that is NULL each is NULL."""
+    """The `count` attributes of each row. For a NULL row every attribute is NULL."""
     require(values, rf"\({_ATTRIBUTE}(?:,{_ATTRIBUTE})*\)", "it is no row, or is not quoted as it should be")
     text = ColumnText(values, b"(%b)" % (b"," * (count - 1)))
     found = text.cut(b"(,", b",)")
@@ -198,11 +203,11 @@ def split_words(values: pa.Array) -> Lists:
 
 
 def split_pairs(values: pa.Array) -> Lists:
-    """hstore: keys and values in turns; the offsets count both."""
+    """hstore: alternating keys and values; the offsets count both."""
     require(values, rf"(?:{_PAIR}(?:, {_PAIR})*)?", "it is no hstore, or is not quoted as it should be")
     text = _enclose(values)
     found = text.cut(b"{> ", b"=,}", has_null=True)
-    # The order in which hstore keeps its keys, so that none can stand there twice: by length, then by bytes.
+    # hstore sorts its keys by length, then by bytes. Checking the order also rules out duplicates.
     keys, owners = found.leaves.take(pa.array(np.arange(0, len(found.begins), 2))), text.owners(found.begins[::2])
     key, following = keys.slice(0, max(len(keys) - 1, 0)), keys.slice(1)
     size, size_after = pc.binary_length(key), pc.binary_length(following)
@@ -213,5 +218,5 @@ def split_pairs(values: pa.Array) -> Lists:
 
 
 def _enclose(values: pa.Array) -> ColumnText:
-    """Adds brackets, so that each value has a mark at both ends."""
+    """Add brackets, so that each value has a mark at both ends."""
     return ColumnText(pc.binary_join_element_wise(b"{", values.fill_null(b""), b"}", b""))
