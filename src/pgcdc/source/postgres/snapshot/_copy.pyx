@@ -1,8 +1,8 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False, cdivision=True
 """`PythonCopyBuffer` in C. Read that one first: this file has the same steps in the same order.
 
-A line is written behind what is held, and counted only when it is complete. Nothing in it grows when it is undone, so
-that room for the whole line is made before its first value is copied.
+A line is written after the held rows, and counted only when it is complete. Undoing a line never grows the buffers:
+room for the whole line is made before its first value is copied.
 """
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
@@ -19,9 +19,9 @@ from pgcdc.source.postgres.snapshot.copy import column_count_error, escape_error
 
 cdef enum:
     FIRST_ROOM = 4096
-    KEPT_ROOM = 16 * 1024 * 1024  # a region that one huge row made larger than this is given back
+    KEPT_ROOM = 16 * 1024 * 1024  # a region above this size, grown by one huge row, is freed
 
-cdef uint8_t MEANT[256]  # what an escaped letter stands for; 0: nothing
+cdef uint8_t MEANT[256]  # the character that an escaped letter stands for; 0: none
 memset(MEANT, 0, sizeof(MEANT))
 for _letter, _byte in zip(b"bfnrtv\\", b"\b\f\n\r\t\v\\"):
     MEANT[_letter] = _byte
@@ -68,7 +68,7 @@ cdef class CompiledCopyBuffer:
     cdef int32_t _columns
     cdef Region _data
     cdef Region _ends  # int32: where each value's bytes end in the data
-    cdef Region _valid  # a byte for each value; they become bits in take()
+    cdef Region _valid  # one byte per value; take() turns them into bits
     cdef size_t _rows
     cdef size_t _size  # bytes of the data in use
     cdef size_t _nulls
@@ -89,11 +89,11 @@ cdef class CompiledCopyBuffer:
 
     @property
     def rows(self):
-        """How many rows are held."""
+        """The number of rows held."""
         return self._rows
 
     def fill(self, get, size_t nbytes):
-        """Take lines until about `nbytes` are held (1), none is here yet (0), or there are no more (-1)."""
+        """Take lines until about `nbytes` are held (1), none is available yet (0), or there are no more (-1)."""
         cdef Py_buffer view
         cdef Py_ssize_t size
         while self._nbytes < nbytes:
@@ -152,7 +152,7 @@ cdef class CompiledCopyBuffer:
         return 0
 
     def take(self):
-        """All values held, as one flat array; none are held then."""
+        """All held values as one flat array; empties the buffer."""
         cdef size_t items = self._rows * self._columns
         cdef const uint8_t[::1] valid
         ends = pa.allocate_buffer((items + 1) * sizeof(int32_t))

@@ -1,8 +1,8 @@
 """Requests for snapshots: readable tables, new tables, and signals.
 
-Signals are rows that somebody inserts into a captured table to request snapshots by plain SQL. They are read in the stream
-like any change, and obeyed before they become visible. The position of the last one is durable together with its request, so
-that each is obeyed once, however often the stream is read again.
+Signals are rows that somebody inserts into a captured table to request snapshots by plain SQL. They are read in the
+stream like any change, and obeyed before they become visible. The position of the last one is durable together with its
+request, so each is obeyed once, however often the stream is read again.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def check_readable(sql: Connection, publications: Sequence[str]) -> None:
 def find_table(
     conn: Connection, publications: Sequence[str], name: str, oid: int = 0, *, needs_key: bool = True
 ) -> PublishedTable:
-    """The meant table, if it can be read while the stream runs. SourceError with advice if not."""
+    """The table of this name, if it can be read while the stream runs. Raises SourceError with advice if not."""
     wanted = split_table(name)
     known: list[PublishedTable] = []
     if oid:
@@ -104,12 +104,12 @@ class NeverReadable(SourceError):
 
 
 def note_tables(queue: RequestQueue, sql: Connection, publications: Sequence[str], *, is_wanted: bool) -> list[str]:
-    """Note the existing tables; request the rows of new ones if `is_wanted`, and return these. Note and requests are durable
-    together, so that no crash forgets a table. The first time nothing is requested: these tables are those of the slot's
-    beginning."""
+    """Record the existing tables; if `is_wanted`, request the rows of new ones and return their names. Record and
+    requests become durable together, so no crash forgets a table. Nothing is requested the first time: these tables
+    existed when the slot was created."""
     with lost_on_error():
         try:
-            with sql.transaction():  # the view opens every table: the stream must not wait behind a VACUUM FULL
+            with sql.transaction():  # the view opens every table: the stream must not queue behind a VACUUM FULL
                 sql.execute("SET LOCAL lock_timeout = '100ms'")
                 found = {oid: name_table(*name) for oid, *name in sql.execute(_TABLES, [list(publications)])}
         except psycopg.errors.LockNotAvailable:
@@ -134,10 +134,10 @@ WHERE p.pubname = ANY (%s)
 
 
 def request_all(sql: Connection, state: StateDir, publications: Sequence[str]) -> None:
-    """A start with the mode `always`: every table with a key is read again, while the stream runs."""
+    """At a start with the mode `always`: request every table with a key again, to be read while the stream runs."""
     lock = Lock(state.capture_lock)
     if lock.acquire() is None:
-        return  # the capture runs: this is no start
+        return  # a capture is running, so this is not a start
     try:
         queue = RequestQueue(state.requests_file)
         going = {one.request.table for one in queue.entries() if one.request.kind == "always" and not one.is_ended}
@@ -160,7 +160,8 @@ def signal_table_ddl(name: str) -> str:
 
 
 def ensure_signal_table(sql: Connection, name: str, publication: str = "") -> bool:
-    """Create the table if it is missing: True if it was. `publication` is one that is not ours, and must have it already."""
+    """Create the table if it is missing; returns whether it did. `publication` is the user's, and must already include
+    the table."""
     table = name_table(*split_table(name))
     exists = sql.execute("SELECT to_regclass(%s) IS NOT NULL", [quote_qualified(*split_table(name))]).fetchone()
     is_there = bool(exists and exists[0])
@@ -194,7 +195,7 @@ def drop_signal_table(url: str, name: str) -> None:
 
 
 def parse_signal(signal: str, payload: str | None) -> tuple[list[SnapshotRequest], str]:
-    """A signal's requests, or the id that it names ("" for none). ConfigError if it is invalid."""
+    """A signal's requests, or the request id that it names ("" for none). Raises ConfigError if it is invalid."""
     try:
         content: Any = json.loads(payload) if payload else {}
     except ValueError:
@@ -215,7 +216,7 @@ def parse_signal(signal: str, payload: str | None) -> tuple[list[SnapshotRequest
 
 
 class Signals:
-    """Looks for signals in the stream. An invalid one is counted and logged, and stops nothing."""
+    """Looks for signals in the stream. An invalid one is counted and logged; capture continues."""
 
     def __init__(self, queue: RequestQueue, table: str) -> None:
         self._queue = queue
@@ -224,7 +225,7 @@ class Signals:
         self._looked = 0
 
     def see(self, batch: CaptureBatch) -> None:
-        """Changes of the stream, before they become visible."""
+        """Take changes of the stream before they become visible."""
         for version in range(self._looked, len(batch.relations)):
             relation = batch.relations[version]
             if (relation.namespace, relation.name) == self._table:
@@ -264,7 +265,7 @@ class Signals:
         self._queue.heed(position, requests)
 
 
-# --- for the control socket and status
+# --- for the control socket and the status
 
 _REQUEST = TypeAdapter(SnapshotRequest)
 
@@ -286,12 +287,12 @@ def describe(state: RequestState, rate: float | None = None) -> dict[str, Any]:
 
 
 def make_request(content: dict[str, Any]) -> SnapshotRequest:
-    """The request in a message: `table`, and the other fields of a SnapshotRequest."""
+    """The request in a message: `table` and other fields of a SnapshotRequest."""
     return _REQUEST.validate_python({"id": new_id(), **{name: one for name, one in content.items() if one is not None}})
 
 
 def change_queue(queue: RequestQueue, content: dict[str, Any]) -> dict[str, Any]:
-    """The same without checking the table; returns the id of the changed request."""
+    """Handle a control message without checking the table; returns the id of the changed request."""
     action = content["action"]
     if action == "list":
         return {"id": None}

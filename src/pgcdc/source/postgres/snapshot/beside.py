@@ -1,12 +1,12 @@
-"""Rows beside the stream: tables are read again by key, chunk by chunk, while changes go on.
+"""Rows beside the stream: tables are read again by key, chunk by chunk, while changes continue.
 
-1. The window opens: from now on all changes of the table that go to the spool are kept in mind, too (`window.py`).
-2. A chunk of the table is read in a snapshot of its own (`reader.py`). The stream goes on meanwhile.
-3. When the stream has passed everything that the snapshot could see, the window is folded into the chunk: now its rows are
-   what the table has at exactly this place of the stream. They are released there, and the next chunk begins.
+1. The window opens: from now on all changes of the table that go to the spool are also remembered (`window.py`).
+2. A chunk of the table is read in its own snapshot (`reader.py`). Meanwhile the stream continues.
+3. When the stream has passed everything that the snapshot could see, the window is folded into the chunk: now its rows
+   are exactly the table's content at this position of the stream. They are released there, and the next chunk begins.
 
-Nothing is ever released at a place that somebody has seen without it: a chunk waits for an LSN that the server reached after
-this process began.
+Nothing is ever released at a position that somebody has already seen without it: a chunk waits for an LSN that the
+server reached after this process started.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from pgcdc.spool.segment import CaptureBatch
 logger = logging.getLogger("pgcdc.capture")
 
 FIRST_ROWS, MIN_ROWS, MAX_ROWS = 1_000, 1_000, 10_000
-"""A change committed behind a chunk waits until Spark has delivered the chunk: so chunks are small."""
+"""Chunks are small, because a change committed after a chunk waits until Spark has delivered the chunk."""
 CHUNK_S = 0.1
 MAX_REST_S = 1.0
 KEYS_PER_CHUNK = 5_000
@@ -61,7 +61,7 @@ class _Attempt:
 
     id: str
     order: ChunkOrder
-    window: Window | None  # None: the table is only looked at
+    window: Window | None  # None: only the table's description is read
     xids: npt.NDArray[np.uint32]  # Transactions streamed before the window was opened
     keys_done: int  # For a chunk of given keys: its end in their file
     begun: float = field(default_factory=time.monotonic)
@@ -71,7 +71,7 @@ class _Attempt:
 
 
 class BesideStream:
-    """Works off the requests, one after the other."""
+    """Works through the requests, one after another."""
 
     def __init__(
         self, options: PostgresOptions, folder: Path, queue: RequestQueue, releases: Releases, readers: Readers
@@ -80,7 +80,7 @@ class BesideStream:
         self._queue, self._releases, self._readers = queue, releases, readers
         self._attempt: _Attempt | None = None
         self._known: tuple[str, PublishedTable | None] = ("", None)
-        """A request's table; the stream has passed the moment in which it was looked up."""
+        """The table of a request; the stream has passed the moment at which it was looked up."""
         self.xids = StreamedXids()
         self._moved: dict[str, MovedKeys] = {}
         self._size, self._due = FIRST_ROWS, 0.0
@@ -89,7 +89,7 @@ class BesideStream:
         self._recover()
 
     def _recover(self) -> None:
-        """Releases that are missing in the file of requests: a crash came between."""
+        """Catch up on releases that a crash kept out of the request file."""
         for note, _ in self._releases.found:
             known = {one.id: one for one in self._queue.entries()}.get(note.get("request", ""))
             if known is not None and note["after"]["chunks"] > known.chunks:
@@ -105,16 +105,16 @@ class BesideStream:
 
     @property
     def is_pending(self) -> bool:
-        """Whether a requested snapshot is still to be read; one that waits for a retry does not count."""
+        """Whether any requested snapshot is still to be read; one that waits for a retry does not count."""
         return any(one.status in ("queued", "running") and not one.error for one in self._queue.entries())
 
     def due_s(self) -> float:
-        """Seconds until `step` may have something to do by itself."""
+        """Seconds until `step` may have something to do without being called for another reason."""
         idle = self._attempt is None and self._queue.next() is not None
         return max(0.0, self._due - time.monotonic()) if idle else 60.0
 
     def see(self, batch: CaptureBatch) -> None:
-        """Changes of the stream, before they become visible."""
+        """Take changes of the stream before they become visible."""
         if batch.part is None:
             return
         self.xids.add(batch.transactions.column("xid").to_numpy())
@@ -134,13 +134,13 @@ class BesideStream:
                     self._moved_of(one.id).add(moves, columns, one.keys_done)
 
     def lose(self) -> None:
-        """The stream's connection is gone: what the server loses in a crash must not be released."""
+        """The stream's connection is gone: nothing may be released that the server might lose in a crash."""
         if self._attempt is not None:
             self._attempt.is_cancelled = True
 
     def step(self, end: Position, *, may_work: bool) -> Release | None:
-        """Continue. `end` is the spool's end; if it `may_work`, the stream is read and all of it is in the spool. A returned
-        release is durable; it must become visible before anything else."""
+        """Continue. `end` is the spool's end; if it `may_work`, the stream is being read and everything read is in the
+        spool. A returned release is durable; it must become visible before anything else."""
         self._collect()
         release = None
         if may_work and self._attempt is not None:
@@ -156,7 +156,7 @@ class BesideStream:
     def _begin(self) -> None:
         state = self._queue.next()
         if state is None:
-            self._readers.close()  # no process is kept for nothing
+            self._readers.close()  # do not keep an idle process
             return
         if state.is_retried:
             state = self._queue.retry(state.id)
@@ -182,7 +182,7 @@ class BesideStream:
         self._readers.start(order)
 
     def _choose_keys(self, state: RequestState, order: ChunkOrder, known: PublishedTable) -> tuple[ChunkOrder, int]:
-        """The given keys, instead of the table's next keys."""
+        """The given keys, in place of the table's next keys."""
         if state.keys_done < 0:
             return order, -1
         if file := state.request.keys_file:
@@ -222,7 +222,7 @@ class BesideStream:
             self._known = ("", None)
             self._discard(attempt, "its columns or what is published of it change all the time")
         elif not is_visible(attempt.xids.astype(np.int64), found.snapshot).all():
-            # A streamed commit that is not visible yet. With synchronous replication that may take long.
+            # A streamed commit is not visible yet. With synchronous replication that may take long.
             self._retry(min(RETRY_S * 2.0**self._retries, MAX_UNSEEN_S))
         else:
             self._retries = 0
@@ -240,7 +240,7 @@ class BesideStream:
         self._retries += 1
 
     def _discard(self, attempt: _Attempt, reason: str) -> None:
-        """Read the chunk again; not forever."""
+        """Read the chunk again, up to a limit."""
         self._discards += 1
         self._retry(RETRY_S)
         if self._discards > MAX_DISCARDS:
@@ -257,7 +257,7 @@ class BesideStream:
     # --- release
 
     def _finish(self, attempt: _Attempt, read: ChunkRead, end: Position) -> Release | None:
-        """The stream has passed what was read."""
+        """Release the chunk: the stream has passed everything it could see."""
         state = self._queue[attempt.id]
         self._attempt = None
         if state.status not in ("queued", "running") or attempt.is_cancelled:  # paused or stopped meanwhile
@@ -294,7 +294,8 @@ class BesideStream:
         rows, relation = state.rows + sum(batch.num_rows for batch in made), read.table.relation
         if state.chunks == 0:
             made.insert(0, snapshot_mark(Op.SNAPSHOT_STARTED, state.id, state.request.kind, relation, 0))
-            if read.details is not None:  # ALTER TABLE since then would be taken for what the rows were read with
+            # first, so that a later ALTER TABLE is not mistaken for the shape in which the rows were read
+            if read.details is not None:
                 made.insert(0, schema_mark(read.details))
         if after["is_last"]:
             made.append(snapshot_mark(Op.SNAPSHOT_COMPLETED, state.id, state.request.kind, relation, rows))
@@ -312,14 +313,14 @@ class BesideStream:
         return release
 
     def _rest_s(self, attempt: _Attempt, state: RequestState) -> float:
-        """The requested delay. By default half of the time belongs to the stream."""
+        """The requested delay. By default the stream gets half of the time."""
         if given := state.request.chunk_delay_s or self._options.snapshot_chunk_delay:
             return given
         is_adaptive = not (state.request.chunk_size or self._options.snapshot_chunk_size)
         return min(time.monotonic() - attempt.begun, MAX_REST_S) if is_adaptive else 0.0
 
     def _after(self, attempt: _Attempt, read: ChunkRead, state: RequestState) -> dict[str, Any]:
-        """The request's progress with this chunk."""
+        """The request's progress after this chunk."""
         last_key, keys_done = state.last_key, attempt.keys_done
         if state.request.keys_file:
             is_last = attempt.order.keys == ()
@@ -343,8 +344,8 @@ class BesideStream:
 
     @staticmethod
     def _rows(attempt: _Attempt, *, is_repair: bool) -> list[pa.RecordBatch] | None:
-        """The rows of a chunk as they are now, or vanished keys as deletes; for a repair both. None: the stream does not
-        tell."""
+        """The rows of a chunk as they are now, or vanished keys as deletes; for a repair both. None: the stream does
+        not say which rows changed."""
         order, known = attempt.order, attempt.order.known
         assert attempt.window is not None and attempt.chunk is not None and known is not None
         found: list[pa.RecordBatch] = []
@@ -364,7 +365,7 @@ class BesideStream:
         return [*found, deleted_rows(pa.array(rows, CHANGES.field("old").type))]
 
     def _adapt(self, attempt: _Attempt, read: ChunkRead) -> None:
-        """Chunks that take about a moment, and little memory."""
+        """Adapt the chunk size, so that a chunk takes little time and memory."""
         if attempt.order.keys is not None or read.rows == 0:
             return
         factor = min(2.0, CHUNK_S / max(read.seconds, 0.001))

@@ -1,10 +1,10 @@
 """How a table is cut into chunks that tasks read in parallel. Every row is in exactly one of them.
 
-By blocks of the heap (ctid ranges: a row does not move while a snapshot can see it), or by ranges of the primary key. The
-first chunk has no start and the last no end, so that unplanned rows are in one of them, too.
+Cuts are by blocks of the heap (ctid ranges: a row does not move while a snapshot can see it), or by ranges of the
+primary key. The first chunk has no start and the last no end, so rows outside the planned range are included, too.
 
-By blocks a table must not be rewritten between plan and read (TRUNCATE, VACUUM FULL, ALTER TABLE), nor would a snapshot see
-its rows afterwards: a chunk knows the file it was planned for, and `lock_chunks` compares.
+When cut by blocks, a table must not be rewritten between plan and read (TRUNCATE, VACUUM FULL, ALTER TABLE); a snapshot
+would not see its rows afterwards. So a chunk knows the file for which it was planned, and `lock_chunks` compares.
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ TID_RANGE_SCAN: Final = 140000  # The first version that reads a ctid range with
 SAMPLED_PER_CHUNK: Final = 200
 SAMPLED_BLOCKS: Final = 16
 CHUNK_BYTES = int(os.environ.get("PGCDC_SNAPSHOT_CHUNK_BYTES", "") or 16 << 20)
-"""Of a table, for one task. (The variable is for tests.)"""
+"""Bytes of a table for one task. (The variable is for tests.)"""
 MAX_CHUNKS = 10_000
 LOCK_TIMEOUT = "2s"
 _LOCKED = "SELECT relation::int8::text FROM pg_locks WHERE locktype = 'relation' AND pid = pg_backend_pid()"
-SMALL_BYTES = 256 << 20  # A smaller table is always read by its key: so can be what a crash leaves of it
-CORRELATED = 0.5  # Rows stored about in key order can be read by key without jumping
+# A smaller table can always be read by its key, so that is how a crash's remainder of it is read
+SMALL_BYTES = 256 << 20
+CORRELATED = 0.5  # Above this, rows are stored roughly in key order, and reading by key does not jump around
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +57,14 @@ class Chunk:
 
     schema: str
     table: str
-    filenode: int = 0  # The rows' file (for a root: the sum of its partitions' files); 0: any
-    is_root: bool = False  # With the rows of all partitions
+    # The number of the file that holds the rows (for a root: the sum of its partitions' files); 0: any
+    filenode: int = 0
+    is_root: bool = False  # Includes the rows of all partitions
     first_block: int | None = None
-    end_block: int | None = None  # The first block that is not in the chunk
+    end_block: int | None = None  # The first block after the chunk
     key: tuple[str, ...] = ()
     low: tuple[str, ...] | None = None  # The smallest key, as text
-    high: tuple[str, ...] | None = None  # The first key that is not in the chunk
+    high: tuple[str, ...] | None = None  # The first key after the chunk
 
     @property
     def source(self) -> str:
@@ -86,7 +88,7 @@ class Chunk:
 def key_conditions(
     key: Sequence[str], after: Sequence[str] | None, low: Sequence[str] | None, high: Sequence[str] | None
 ) -> list[str]:
-    """SQL for keys behind `after`, from `low` on, below `high`; None: no such bound."""
+    """SQL conditions for keys after `after`, from `low` on, below `high`; None: no such bound."""
     columns = ", ".join(map(quote_identifier, key))
     bounds = ((">", after), (">=", low), ("<", high))
     return [f"({columns}) {sign} ({literals(bound)})" for sign, bound in bounds if bound is not None]
@@ -98,7 +100,7 @@ def literals(values: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What is cut: a table, or one partition."""
+    """The thing to cut: a table, or one partition."""
 
     oid: int
     schema: str
@@ -106,7 +108,7 @@ class _Part:
     filenode: int
     blocks: int
     nbytes: int
-    rows: float  # An estimate; below 0 if the table was never analyzed
+    rows: float  # An estimate; negative if the table was never analyzed
     is_heap: bool
     is_readable: bool
     key: tuple[str, ...]
@@ -114,9 +116,9 @@ class _Part:
 
 @explain_errors("plan how to read the table")
 def plan_chunks(conn: Connection, table: Table, *, count: int, by_key: bool = False) -> list[Chunk]:
-    """About `count` chunks; at least one per partition. By blocks, unless each would read the whole table (before PostgreSQL
-    14) or `by_key` asks for keys; a table without primary key is then one chunk. An empty table is one chunk, a partitioned
-    table without partitions none."""
+    """About `count` chunks; at least one per partition. They are cut by blocks, unless each would read the whole table
+    (before PostgreSQL 14) or `by_key` asks for keys; then a table without primary key is one chunk. An empty table is
+    one chunk; a partitioned table without partitions has none."""
     parts = _read_parts(conn, table)
     if not all(part.is_readable for part in parts):  # the rows may still be readable through the root
         return [Chunk(table.schema, table.table, sum(part.filenode for part in parts), is_root=True)]
@@ -135,7 +137,7 @@ def whole_table(table: Table) -> Chunk:
 
 @explain_errors("read the files of the table")
 def files_text(conn: Connection, table: Table) -> str:
-    """The rows' files: the table's, or those of its current partitions. For comparison."""
+    """Identifies the files that hold the rows: the table's, or those of its current partitions. For comparison only."""
     files = sorted((part.schema, part.table, part.filenode) for part in _read_parts(conn, table))
     return hashlib.sha256(json.dumps(files).encode()).hexdigest()[:32]
 
@@ -154,13 +156,14 @@ def estimate_rows(conn: Connection, table: Table) -> int:
 
 @explain_errors("lock the table")
 def lock_chunks(conn: Connection, chunks: Sequence[Chunk]) -> None:
-    """Keep the chunks' rows in place until the transaction ends. SourceError if they have moved. Call it before any query of
-    the transaction: without an imported snapshot its own begins with the first."""
+    """Keep the chunks' rows in place until the transaction ends. Raises SourceError if they have moved. Call it before
+    any query of the transaction: without an imported snapshot, the transaction takes its own at its first query."""
     for chunk in chunks:
         try:
             with conn.transaction():
                 conn.execute(f"LOCK TABLE {chunk.source} IN ACCESS SHARE MODE".encode())
-        except psycopg.errors.InsufficientPrivilege:  # of some columns only: a query may do what LOCK may not
+        # rights on some columns only: a query is allowed where LOCK is not
+        except psycopg.errors.InsufficientPrivilege:
             conn.execute(f"SELECT FROM {chunk.source} LIMIT 0".encode())
     for chunk in chunks:
         if chunk.filenode and _filenode(conn, chunk) != chunk.filenode:
@@ -171,8 +174,9 @@ def lock_chunks(conn: Connection, chunks: Sequence[Chunk]) -> None:
 
 
 def check_partitions(conn: Connection, details: Mapping[str, Any] | None) -> None:
-    """After a query of a root: ConnectionLost if it left out a partition that its snapshot sees. ATTACH takes no lock that
-    would keep us apart, and other sessions see its rows a moment before they hear of the partition."""
+    """Call it after a query of a root. Raises ConnectionLost if the query missed a partition that its snapshot sees.
+    ATTACH takes no lock that would exclude us, and other sessions see its rows slightly before they learn of the
+    partition."""
     leaves = (details or {}).get("leaves", ())
     read = {oid for (oid,) in conn.execute(_LOCKED).fetchall()} if leaves else set()
     if not read.issuperset(leaves):
@@ -180,7 +184,7 @@ def check_partitions(conn: Connection, details: Mapping[str, Any] | None) -> Non
 
 
 def _filenode(conn: Connection, chunk: Chunk) -> int:
-    # These functions look at the present, a catalog query would look into our snapshot.
+    # These functions see the present; a catalog query would see our snapshot.
     query = "SELECT pg_relation_filenode(%s::regclass)::int8"
     if chunk.is_root:
         query = "SELECT sum(pg_relation_filenode(relid)::int8)::int8 FROM pg_partition_tree(%s::regclass)"
@@ -206,11 +210,11 @@ def _by_key(conn: Connection, part: _Part, count: int) -> list[Chunk]:
 
 
 def _sample_keys(conn: Connection, part: _Part, count: int) -> Iterator[tuple[str, ...]]:
-    """The `count` - 1 keys that cut a sample into equal parts, in the server's order."""
+    """The `count` - 1 keys that divide a sample into equal parts, in the server's order."""
     percent = 100 * count * SAMPLED_PER_CHUNK / max(part.rows, 1)
     sample = f" TABLESAMPLE SYSTEM ({percent:.6f})" if percent < 50 and part.is_heap else ""
     key = ", ".join(map(quote_identifier, part.key))
-    # As the output function writes them, which the input function reads back as the same key.
+    # Texts from the output function, which the input function reads back as the same key.
     texts = ", ".join(f"format('%s', {quote_identifier(name)})" for name in part.key)
     query = (
         f"SELECT {texts} FROM (SELECT {key}, (row_number() OVER (ORDER BY {key}) - 1) * {count} AS place, "
@@ -234,8 +238,8 @@ def _read_parts(conn: Connection, table: Table) -> list[_Part]:
     return [_Part(*(*fields, tuple(key))) for *fields, key in found]
 
 
-# An empty table's row estimate is -1 since PostgreSQL 14, and was 0 before. The table may have grown since
-# the estimate, so the density counts.
+# An empty table's row estimate is -1 since PostgreSQL 14, and was 0 before. The table may have grown since the
+# estimate, so we use the row density.
 _PARTS = """
 SELECT c.oid::int8, n.nspname::text, c.relname::text, coalesce(pg_relation_filenode(c.oid), 0)::int8,
        coalesce(pg_relation_size(c.oid), 0) / current_setting('block_size')::int8, coalesce(pg_table_size(c.oid), 0),
@@ -254,16 +258,17 @@ ORDER BY n.nspname, c.relname
 """
 
 
-# --- tables of an initial snapshot, cut in the very snapshot in which they are read
+# --- tables of an initial snapshot, cut in the same snapshot in which they are read
 
 
 @explain_errors("plan the initial snapshot")
 def plan_tables(
     url: str, publications: Sequence[str], snapshot: str, oids: set[int] | None = None
 ) -> list[tuple[PublishedTable, dict[str, Any] | None, tuple[list[Chunk], int] | None]] | None:
-    """These tables (None: all) with the details of their shapes in a snapshot, their chunks there, and estimated rows; None:
-    the snapshot was lost. A table truncated or altered since cannot be read in it: None, too. A missing one is gone. The
-    capture's loop plans and must not wait for locks: LockNotAvailable is then the cause of a SourceError."""
+    """These tables (None: all) with the details of their shapes in a snapshot, their chunks there, and the estimated
+    rows. The result is None if the snapshot was lost. The chunks are None for a table truncated or altered since, which
+    cannot be read in it. A table that no longer exists is missing. The capture's loop calls this and must not wait for
+    locks: then LockNotAvailable is the cause of a SourceError."""
     with connect(url, application_name="pgcdc snapshot reader") as conn:
         conn.execute(f"SET lock_timeout = {quote_literal(LOCK_TIMEOUT)}".encode())
         now = {one.relation.oid: one for one in read_published(conn, publications)}
@@ -285,7 +290,7 @@ def published_oids(url: str, publications: Sequence[str]) -> set[int]:
 
 
 def _try_to_cut(conn: Connection, table: PublishedTable, then: PublishedTable | None) -> tuple[list[Chunk], int] | None:
-    """The chunks and estimated rows; None if the table was changed since the snapshot."""
+    """The chunks and estimated rows; None if the table has changed since the snapshot."""
     if then is None or then.relation != table.relation or _is_rewritten(conn, table.relation.oid):
         return None
     try:
@@ -303,12 +308,12 @@ def _try_to_cut(conn: Connection, table: PublishedTable, then: PublishedTable | 
 
 
 def _is_rewritten(conn: Connection, oid: int) -> bool:
-    """Whether the table (or a partition) has another file than in the snapshot, which would not see its rows."""
+    """Whether the table (or a partition) has a different file than in the snapshot, which would not see its rows."""
     row = conn.execute(_REWRITTEN, [oid, oid]).fetchone()
     return bool(row and row[0])
 
 
-# The catalog is that of the snapshot; the function looks at the present.
+# The catalog query sees the snapshot; the function sees the present.
 _REWRITTEN = """
 SELECT bool_or(c.relfilenode::int8 IS DISTINCT FROM pg_relation_filenode(c.oid)::int8)
 FROM pg_class c WHERE c.relkind = 'r' AND (c.oid = %s OR c.oid IN (SELECT relid FROM pg_partition_tree(%s::oid)))

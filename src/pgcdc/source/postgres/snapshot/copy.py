@@ -1,11 +1,11 @@
 """Existing rows, by `COPY (SELECT ...) TO STDOUT`: values are byte for byte those that the stream sends.
 
-Both write a value by its type's output function, in a session with the same settings; a cast to text would not (`true` for
-`t`, char(n) without its blanks). COPY only escapes, which is undone here. Rows go straight into buffers, and come out as the
-flat arrays that typed rows are made from: one value after the other, row after row.
+Both write a value with its type's output function, in a session with the same settings; a cast to text would not
+(`true` for `t`, char(n) without its blanks). COPY only adds escapes, which are undone here. Rows go straight into
+buffers, and come out as the flat arrays from which typed rows are built: one value after another, row after row.
 
-Two implementations give the same results: C (`_copy.pyx`), and Python here, which runs without a compiler and is the one to
-read first.
+Two implementations give the same results: C (`_copy.pyx`), and Python here. The Python one runs without a compiler.
+Read it first.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pgcdc.spool.schema import CHANGES
 
 BATCH_BYTES: Final = 4 * 1024 * 1024
 MAX_BATCH_BYTES: Final = 1 << 30
-"""Offsets have 31 bits, and one more row (1 GB at most) may be added to a buffer that is not full."""
+"""Offsets have 31 bits, and a buffer that is not full may still get one more row (1 GB at most)."""
 
 GetCopyData = Callable[[int], "tuple[int, memoryview | bytes]"]
 """`pgconn.get_copy_data`: size and content of one message. Size 0: none yet; -1: no more."""
@@ -41,18 +41,18 @@ class CopyBuffer(Protocol):
 
     @property
     def rows(self) -> int:
-        """How many rows are held."""
+        """The number of rows held."""
 
     def fill(self, get: GetCopyData, nbytes: int) -> int:
-        """Take lines until about `nbytes` are held (1), none is here yet (0), or there are no more (-1)."""
+        """Take lines until about `nbytes` are held (1), none is available yet (0), or there are no more (-1)."""
 
     def take(self) -> pa.Array:
-        """All values held, as one flat array; none are held then."""
+        """All held values as one flat array; empties the buffer."""
 
 
 def select_statement(columns: Iterable[str], source: str, conditions: Sequence[str | None] = (), tail: str = "") -> str:
-    """SELECT of these columns. `source` is the FROM clause; conditions (None: skipped) are joined with AND."""
-    given = " AND ".join(f"({one}\n)" for one in conditions if one)  # a comment ends there
+    """A SELECT of these columns. `source` is the FROM clause; conditions (None: skipped) are joined with AND."""
+    given = " AND ".join(f"({one}\n)" for one in conditions if one)  # the newline ends a comment in the condition
     where = f" WHERE {given}" if given else ""
     return f"SELECT {', '.join(map(quote_identifier, columns))} FROM {source}{where}{tail}"
 
@@ -64,8 +64,8 @@ def copy_statement(columns: Iterable[str], source: str, conditions: Sequence[str
 def check_condition(
     conn: Connection, columns: Iterable[str], source: str, conditions: Sequence[str | None], wrong: str
 ) -> None:
-    """Ask for no row: wrong rights, columns or conditions show before anything starts. `wrong` is the message for the user's
-    invalid condition; without a condition it is empty, and errors pass unchanged."""
+    """Run the query for no rows, so that wrong rights, columns or conditions show before anything starts. `wrong` is
+    the message for the user's invalid condition; without a condition it is empty, and errors pass unchanged."""
     try:
         execute_one(conn, select_statement(columns, source, conditions, " LIMIT 0"))
     except (psycopg.ProgrammingError, psycopg.DataError) as error:
@@ -76,14 +76,14 @@ def check_condition(
 
 
 def copy_rows(conn: Connection, statement: str, columns: int, *, batch_bytes: int = BATCH_BYTES) -> Generator[pa.Array]:
-    """The rows of a COPY statement in flat arrays of about `batch_bytes`, with `columns` values per row. Raises psycopg's
-    errors. If it is not read to its end the connection is closed, because the server would keep sending."""
+    """The rows of a COPY statement in flat arrays of about `batch_bytes`, with `columns` values per row. Raises
+    psycopg's errors. If it is not read to the end, the connection is closed, because the server would keep sending."""
     pgconn = conn.pgconn
     buffer = new_copy_buffer(columns)
     nbytes = min(batch_bytes, MAX_BATCH_BYTES)
     is_done = False
     try:
-        # The extended protocol takes no second statement, whatever a condition holds.
+        # The extended protocol accepts no second statement, whatever a condition contains.
         pgconn.send_query_params(statement.encode(), [])
         (result,) = conn.wait(generators.execute(pgconn))
         if result.status == pq.ExecStatus.COPY_OUT:
@@ -101,7 +101,7 @@ def copy_rows(conn: Connection, statement: str, columns: int, *, batch_bytes: in
 
 
 def _fill(pgconn: pq.abc.PGconn, buffer: CopyBuffer, nbytes: int) -> PQGen[int]:
-    """Fills the buffer, waiting for the server where necessary."""
+    """Fill the buffer, waiting for the server where necessary."""
     while (state := buffer.fill(pgconn.get_copy_data, nbytes)) == 0:
         while not (yield _READABLE):
             continue
@@ -110,7 +110,7 @@ def _fill(pgconn: pq.abc.PGconn, buffer: CopyBuffer, nbytes: int) -> PQGen[int]:
 
 
 def row_lists(values: pa.Array, columns: int) -> pa.Array:
-    """The flat values as a list per row: the form of `new` in the schema CHANGES."""
+    """The flat values as one list per row: the form of `new` in the schema CHANGES."""
     offsets = pa.array(np.arange(0, len(values) + 1, columns, dtype=np.int32))
     return pa.ListArray.from_arrays(offsets, values, type=CHANGES.field("new").type)
 
@@ -175,7 +175,7 @@ def no_end_error() -> DecodeError:
 
 
 def column_count_error(found: int, columns: int) -> DecodeError:
-    """A line with more or fewer values than were asked for."""
+    """A line with more or fewer values than requested."""
     return DecodeError(f"a row of COPY has {found} columns, not {columns}", _ADVICE)
 
 

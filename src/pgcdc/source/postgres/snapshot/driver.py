@@ -1,20 +1,24 @@
-"""All snapshots of a pipeline, in the loop of its capture process: every method returns at once, readers take the time.
+"""All snapshots of a pipeline, in the loop of its capture process: every method returns quickly, the readers do the
+slow work.
 
-There is one file of state (`requests.py`), one set of readers, and one log of releases. Rows come in one of two ways:
+There is one file of state (`requests.py`), one set of readers, and one log of releases. Rows are read in one of three
+ways:
 
-- *First*, here: the tables of the initial snapshot, in a snapshot that is held for them, chunks side by side. The stream is
-  not read before all of them are released (the slot keeps it): rows and changes are in order without any comparison.
-- *Beside* the stream (`beside.py`): every other request, by key, each chunk in a snapshot of its own.
+- *First*, here: the tables of the initial snapshot, in a snapshot that is held for them, several chunks in parallel.
+  The stream is not read before all of them are released (the slot keeps it), so rows and changes are in order without
+  any comparison.
+- *Beside* the stream (`beside.py`): every other request, by key, each chunk in its own snapshot.
 - As a *reload* (`reload.py`): a whole table in one snapshot, for adapters that replace their copy of it.
 
-A held snapshot can be lost: its holder was killed, the server was restarted, the time limit was reached, or a table was
-truncated or rewritten. What is staged is released all the same. Tables of which nothing is released yet are read in a new
-snapshot, and the stream leaves out what that one saw (`window.leave_out`). The rest of a table that is released in part
+A held snapshot can be lost: its holder was killed, the server restarted, the time limit was reached, or a table was
+truncated or rewritten. Staged rows are released all the same. Tables of which nothing is released yet are read in a new
+snapshot, and the stream omits what that snapshot saw (`window.leave_out`). The remainder of a partly released table
 becomes requests: it is read beside the stream.
 
-What is durable comes in this order: the rows, the log of releases with a note (which chunk of which table, or how far a
-request is), and of requests their file. A crash before the log: the chunk is read again, unless its file is whole. After
-it: the note tells.
+Things become durable in this order: the rows; the log of releases with a note (which chunk of which table, or how far a
+request is); for requests, their file. After a crash before the log, the chunk is read again, unless its file is
+complete. After a later
+crash, the note shows what was done.
 """
 
 from __future__ import annotations
@@ -47,10 +51,11 @@ from pgcdc.source.postgres.snapshot.requests import PlannedTable, RequestQueue, 
 logger = logging.getLogger("pgcdc.capture")
 
 READERS = max(1, min(4, os.cpu_count() or 1))
-STAGED_BYTES = 4 * CHUNK_BYTES  # How much may wait on disk for a full spool, or for a capture slower than its readers
-LOCKED_S = 2.0  # How long to do other things when a table is locked
+# How much may wait on disk while the spool is full or the capture is slower than its readers
+STAGED_BYTES = 4 * CHUNK_BYTES
+LOCKED_S = 2.0  # How long to do other work when a table is locked
 HELD_INTERVAL_S = 0.5
-MAX_LOSSES = 3  # A snapshot lost this often before its first release will never be read
+MAX_LOSSES = 3  # A snapshot lost this often before its first release will never be read successfully
 WARN_AFTER_S = 600.0
 
 
@@ -60,7 +65,7 @@ class Snapshots:
     def __init__(
         self, options: PostgresOptions, publications: Sequence[str], state: StateDir, base: Position, name: str
     ) -> None:
-        """`base` is what nobody needs again; `name` is that of the readers' sessions."""
+        """Nothing up to `base` is needed again; `name` is that of the readers' sessions."""
         self._options, self._publications, self._state = options, tuple(publications), state
         self._folder = state.snapshot
         self.queue = RequestQueue(state.requests_file)
@@ -75,11 +80,11 @@ class Snapshots:
         self._held_due = self._read_due = self._plan_due = 0.0
         self._paces: dict[int, tuple[float, int]] = {}  # When a table's first rows were released, and how many
         self._warning = ""
-        self.rules: list[SkipRule] = []  # What the stream has to leave out
+        self.rules: list[SkipRule] = []  # What the stream must omit
         self._recover()
 
     def _recover(self) -> None:
-        """Released or staged rows that are missing in the state file: a crash came between."""
+        """Restore released and staged rows that a crash kept out of the state file."""
         plan = self.queue.initial
         for note, rows in self.releases.found:
             if "initial" in note:
@@ -92,16 +97,16 @@ class Snapshots:
             table.staged = {name: found[name] for name in table.chunks or () if name in found}
         self.releases.remove_unknown({one.file for table in plan.unfinished for one in table.staged.values()})
 
-    # --- what the stream asks
+    # --- for the stream
 
     @property
     def is_first(self) -> bool:
-        """Whether rows come before the stream."""
+        """Whether the initial snapshot's rows still come before the stream."""
         return self.queue.initial.is_active
 
     @property
     def holds_stream(self) -> bool:
-        """Whether the stream must not be read, now or at all."""
+        """Whether the stream must not be read, for now or at all."""
         rest = [one for one in self.queue.entries() if one.request.kind == "initial"]  # is read beside the stream
         has_rest = any(one.status in ("queued", "running") for one in rest)
         return self.is_first or (self._options.is_snapshot_only and not has_rest)
@@ -170,7 +175,7 @@ class Snapshots:
 
     def _note_staged(self, order: StageOrder, answer: Answer) -> None:
         table = (self.queue.initial.tables or {}).get(order.known.relation.oid)
-        if table is None or order.id not in (table.chunks or ()):  # it was planned in another way meanwhile
+        if table is None or order.id not in (table.chunks or ()):  # its plan has changed meanwhile
             return
         if isinstance(answer, Staged):
             hit("driver.staged")
@@ -187,9 +192,9 @@ class Snapshots:
             raise answer
 
     def _release_first(self, table: PlannedTable, end: Position) -> Release | None:
-        """A table's next release: its start, rows, or its end. None: nothing for now."""
+        """A table's next release: its start, rows, or its end. None: nothing to release yet."""
         if table.details is not None and not table.is_described:
-            # Before a row: ALTER TABLE since then would be taken for what the rows were read with.
+            # Before any row, so that a later ALTER TABLE is not mistaken for the shape in which the rows were read.
             mark = self.releases.stage([schema_mark(table.details)])
             return self._put(table, "described", mark, end)
         if not table.is_started:
@@ -200,7 +205,7 @@ class Snapshots:
                 release = self._put(table, name, staged, end)
                 self._paces.setdefault(table.oid, (time.monotonic(), table.rows))
                 return release
-            self.queue.initial.note(table.oid, name, 0)  # its file stays: it marks the chunk as read
+            self.queue.initial.note(table.oid, name, 0)  # its file stays, to mark the chunk as read
         if table.chunks:
             return None
         logger.info("table %s: %d rows", table.published.title, table.rows)
@@ -211,15 +216,15 @@ class Snapshots:
         return self.releases.stage([snapshot_mark(op, name, "initial", table.published.relation, table.rows)])
 
     def _put(self, table: PlannedTable, what: str, staged: Staged, end: Position) -> Release:
-        """Into the stream, with a note for after a crash."""
+        """Release it into the stream, with a note for recovery after a crash."""
         release = self.releases.add(end, staged, table.published.relation, {"initial": table.oid, "what": what})
         self.queue.initial.note(table.oid, what, staged.rows)
         return release
 
-    # --- snapshots that are held, and lost
+    # --- held and lost snapshots
 
     def _look_at_holds(self) -> None:
-        """Find the held snapshots, and release unneeded ones. The youngest may still get its tables."""
+        """Check the held snapshots, and let unneeded ones go. Keep the youngest: tables may still be planned in it."""
         if (now := time.monotonic()) < self._held_due:
             return
         self._held_due = now + HELD_INTERVAL_S
@@ -233,7 +238,7 @@ class Snapshots:
         return table.chunks is None or table.oid in self._changed or table.hold not in self._held
 
     def _plan_lost(self) -> None:
-        """Plan the unplanned, and read the rest of tables whose snapshot was lost in another way."""
+        """Plan what is unplanned, and find another way to read the remainder of tables whose snapshot was lost."""
         plan = self.queue.initial
         lost = [table for table in plan.unfinished if not table.is_whole and self._is_lost(table)]
         partly = [table for table in lost if table.rows]
@@ -256,7 +261,7 @@ class Snapshots:
             self._plan_due = time.monotonic() + LOCKED_S
 
     def _move(self, table: PlannedTable) -> None:
-        if not table.published.key:  # it is released when all of it is staged: somebody deleted the missing part
+        if not table.published.key:  # it is only released once completely staged, so somebody deleted the missing part
             raise StateError(
                 f"rows of table {table.published.title} are missing in {self._folder}",
                 "Restore the state directory from a backup, or start over with a new slot and a new --state-dir",
@@ -285,8 +290,8 @@ class Snapshots:
         logger.warning("%s: %s; what is not released yet is read in a new snapshot", names, why)
 
     def _plan(self, last: int, tables: dict[int, PlannedTable] | None) -> None:
-        """Plan these tables (None: all) in a snapshot behind number `last`: a held one, or a new one, whose rows are left
-        out of the stream."""
+        """Plan these tables (None: all) in a snapshot after number `last`: a held one, or else a new one. The stream
+        then omits what that snapshot saw."""
         plan = self.queue.initial
         hold = next((one for one in plan.holds.values() if one.number > last and is_held(self._folder, one)), None)
         if hold is None:
@@ -313,18 +318,18 @@ class Snapshots:
         hit("driver.planned")
 
     def _clean_up(self) -> None:
-        """Nothing is held and nothing waits."""
+        """Let go of everything: no snapshot is needed any longer."""
         self.rules = self.queue.initial.rules
         self.readers.close()
         let_go(self._folder)
         self.releases.keeps_log = False
         self.releases.remove_unknown(())
 
-    # --- for people
+    # --- control requests and status
 
     def answer(self, content: dict[str, Any], sql: Connection | None) -> dict[str, Any]:
         """Handle a control request: `action` is add, pause, resume, stop or list. The table is checked first, so that a
-        refusal comes at once. Returns everything known under `snapshots`."""
+        refusal is immediate. Returns everything known under `snapshots`."""
         if content["action"] == "add":
             request = make_request(content)
             request.check()
@@ -338,7 +343,8 @@ class Snapshots:
         return change_queue(self.queue, content) | {"snapshots": self.beside.status()}
 
     def status(self, server_lsn: int) -> dict[str, Any] | None:
-        """Rows, percent, rate and time left of each table of the initial snapshot, and how long what is held."""
+        """Rows, percent, rate and remaining time for each table of the initial snapshot, and for how long a snapshot
+        has been held."""
         plan = self.queue.initial
         if plan.completed is not None:
             kept = ("rows", "seconds", "tables", "end", "time")
@@ -374,7 +380,7 @@ class Snapshots:
         return time.time() - min(times) if times else 0.0
 
     def _warn(self) -> None:
-        """After ten minutes, and at half and nine tenths of the time limit."""
+        """Warn after ten minutes, and at half and nine tenths of the time limit."""
         limit_s, held_s = self._options.snapshot_hold_limit, self._held_s()
         passed = [after for after in sorted((WARN_AFTER_S, limit_s / 2, limit_s * 0.9)) if held_s >= after]
         if not passed:

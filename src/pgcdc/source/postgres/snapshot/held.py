@@ -1,16 +1,16 @@
 """Snapshots that many sessions read in, each held by a small process of its own.
 
-An exported snapshot can be imported only while the transaction that exported it is open, so somebody has to stay there who
-outlives whoever plans and reads. It holds back VACUUM all the while, but no lock: no ALTER TABLE waits for it, and readers
-lock and compare (`chunks.lock_chunks`). There are two kinds:
+An exported snapshot can be imported only while the transaction that exported it is open. So some process has to keep it
+open and outlive the planner and the readers. It holds back VACUUM for that time, but holds no lock: no ALTER TABLE
+waits for it, and readers lock and compare (`chunks.lock_chunks`). There are two kinds:
 
-- For a DataFrame (`hold_snapshot`): Spark's driver has no process that lives long enough: its Python planner is one of a
-  pool that ends after a minute. It is held until the driver ends, or nobody has read in it for a while. Who reads is seen
-  in the names of the server's sessions, so that readers on other hosts count.
-- For an initial snapshot (`hold_for_long`): driver and capture may crash meanwhile. The snapshot that a new slot exports can
-  be used only while the slot's connection stays idle, so it is imported and exported again. It is held until its file is
-  gone (the rows are there), the time limit is over, or nobody has run the capture for some minutes. The file is locked as
-  long as the process lives, so that everybody can see whether it does.
+- For a DataFrame (`hold_snapshot`): Spark's driver has no Python process that lives long enough, because its planner
+  comes from a pool and ends after a minute. The snapshot is held until the driver ends, or nobody has read in it for a
+  while. Readers are recognised by the names of the server's sessions, so readers on other hosts count.
+- For an initial snapshot (`hold_for_long`): driver and capture may crash meanwhile. The snapshot that a new slot
+  exports is usable only while the slot's connection stays idle, so it is imported and exported again. It is held until
+  its file is gone (the rows are stored), the time limit is over, or no capture has run for some minutes. The file is
+  locked as long as the process lives, so anybody can check whether it does.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from pgcdc.core.errors import PgcdcError, SourceError
 from pgcdc.core.state import Lock, StateDir
 from pgcdc.postgres.database import Connection, connect, explain_errors, quote_literal
 
-ALONE_S = 300.0  # How long the snapshot is held while no capture runs: for the next start
+ALONE_S = 300.0  # How long the snapshot is held for the next start while no capture runs
 POLL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class HeldSnapshot:
-    """What readers of a DataFrame need. Picklable: it goes to the executors."""
+    """What readers of a DataFrame need. Picklable: it is sent to the executors."""
 
     snapshot: str  # Its name on the server
     session: str  # The application_name of its readers
@@ -57,13 +57,13 @@ class HeldSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """A snapshot held for an initial snapshot."""
+    """A snapshot that is held for an initial snapshot."""
 
     number: int
-    name: str  # On the server
-    file: str  # Of its process, in the plan's folder: it ends when this is gone
+    name: str  # Its name on the server
+    file: str  # The file of its process, in the plan's folder: the process ends when it is gone
     time: float
-    visible: str | None = None  # What it sees, as pg_snapshot; None for the slot's own, behind which the stream begins
+    visible: str | None = None  # What it sees, as pg_snapshot; None for the slot's own, where the stream begins
     lsn: int = 0  # Everything that it sees was written before
 
 
@@ -76,9 +76,9 @@ def hold_snapshot(url: str, *, watch_pid: int, keep_s: float) -> HeldSnapshot:
 
 
 def hold_for_long(url: str, state: StateDir, number: int, *, limit_s: float, exported: str | None = None) -> Hold:
-    """Hold a snapshot for an initial snapshot: the exported one of this name, or a new one."""
+    """Hold a snapshot for an initial snapshot: the exported one with this name, or a new one."""
     state.snapshot.mkdir(parents=True, exist_ok=True)
-    file = f"holder-{number}-{secrets.token_hex(4)}.json"  # never another one's name, which may still be ending
+    file = f"holder-{number}-{secrets.token_hex(4)}.json"  # never reuse a name: its process may still be ending
     spec = {
         "url": url, "path": str(state.snapshot / file), "capture_lock": str(state.capture_lock), "limit_s": limit_s,
         "alone_s": float(os.environ.get("PGCDC_SNAPSHOT_ALONE_S", ALONE_S)), "exported": exported,
@@ -89,12 +89,12 @@ def hold_for_long(url: str, state: StateDir, number: int, *, limit_s: float, exp
 
 
 def is_held(folder: Path, hold: Hold) -> bool:
-    """Whether its process lives. It ends a moment after the server."""
+    """Whether its process is alive. It ends a moment after the server does."""
     return Lock.holder(folder / hold.file) is not None
 
 
 def let_go(folder: Path, kept: Collection[str] = ()) -> None:
-    """End every process of this folder except those of these files."""
+    """End every process of this folder except those whose files are `kept`."""
     for path in folder.glob("holder-*.json"):
         if path.name not in kept:
             path.unlink(missing_ok=True)
@@ -102,7 +102,7 @@ def let_go(folder: Path, kept: Collection[str] = ()) -> None:
 
 @contextmanager
 def read_in_snapshot(url: str, held: HeldSnapshot | None) -> Iterator[Connection]:
-    """A connection in a read-only transaction: in the snapshot, or in its own."""
+    """A connection in a read-only transaction: in the held snapshot, or with a snapshot of its own."""
     with connect(url, application_name=held.session if held else "pgcdc") as conn:
         conn.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
         if held is not None and not import_snapshot(conn, held.snapshot):
@@ -115,7 +115,7 @@ def read_in_snapshot(url: str, held: HeldSnapshot | None) -> Iterator[Connection
 
 
 def import_snapshot(conn: Connection, name: str) -> bool:
-    """Read in a snapshot from now on, in a fresh transaction. False if it is no longer held."""
+    """Read in a snapshot from now on, in a new transaction. False if it is no longer held."""
     try:
         conn.execute(f"SET TRANSACTION SNAPSHOT {quote_literal(name)}".encode())
     except (psycopg.ProgrammingError, psycopg.DataError, psycopg.errors.ObjectNotInPrerequisiteState):
@@ -127,8 +127,8 @@ def import_snapshot(conn: Connection, name: str) -> bool:
 
 
 def _start(spec: dict[str, Any]) -> dict[str, Any]:
-    """Start the process with its orders on stdin: no secret is among its arguments. Returns its one line, or raises what it
-    failed with."""
+    """Start the process with its specification on stdin, so that no secret is among its arguments. Returns its one line
+    of output, or raises its error."""
     process = subprocess.Popen(
         [sys.executable, "-m", "pgcdc.source.postgres.snapshot.held"],
         stdin=subprocess.PIPE,
@@ -151,7 +151,7 @@ def _start(spec: dict[str, Any]) -> dict[str, Any]:
     return reply
 
 
-_STARTED: list[subprocess.Popen[bytes]] = []  # Our child processes: kept, so that `poll` collects them when they end
+_STARTED: list[subprocess.Popen[bytes]] = []  # Our child processes, kept so that `poll` reaps them when they end
 
 
 # --- in the process
@@ -175,11 +175,11 @@ def main() -> int:
             said: dict[str, Any] = {"name": row[0], "visible": row[1]}
             goes_on = _while_it_is_read(conn, spec)
             if path is not None:
-                # Read behind the snapshot: what it sees was written before.
+                # Read after the snapshot was taken: everything it sees was written before.
                 after = conn.execute("SELECT (pg_current_wal_insert_lsn() - '0/0'::pg_lsn)::int8").fetchone()
                 assert after is not None
                 said["lsn"] = after[0]
-                lock = Lock(path)  # as long as this process lives
+                lock = Lock(path)  # held as long as this process lives
                 if lock.acquire() is None:
                     raise SourceError("another process holds a snapshot for this state directory")
                 lock.write({"pid": os.getpid()})
@@ -207,7 +207,8 @@ def _while_it_is_read(conn: Connection, spec: dict[str, Any]) -> Callable[[], bo
 
     def goes_on() -> bool:
         nonlocal used
-        conn.execute("SELECT pg_stat_clear_snapshot()")  # what the next statement shows is kept for the transaction
+        # otherwise the transaction keeps the statistics that it read first
+        conn.execute("SELECT pg_stat_clear_snapshot()")
         query = "SELECT count(*) FROM pg_stat_activity WHERE application_name = %s"
         row = conn.execute(query, [spec["session"]]).fetchone()
         if row is not None and row[0]:

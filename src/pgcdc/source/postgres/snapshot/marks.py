@@ -1,6 +1,6 @@
-"""Marks that the capture itself puts into the stream: at a place behind everything that the server had written when somebody
-asked. A mark needs no right and no write at the source. It is released like a chunk of a snapshot, so it is durable and
-stands at the same position in every replay."""
+"""Marks that the capture itself puts into the stream, at a position after everything that the server had written when
+the mark was requested. A mark needs no right and no write at the source. It is released like a chunk of a snapshot, so
+it is durable and has the same position in every replay."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Asked:
 
 
 class Marks:
-    """Marks that wait for the stream to come far enough. Nothing of it survives a crash: who asked asks again."""
+    """Marks that wait until the stream has come far enough. They do not survive a crash: the requester asks again."""
 
     def __init__(self, releases: Releases) -> None:
         self._releases = releases
@@ -51,7 +51,8 @@ class Marks:
         self._asked.append(_Asked(lsn, make, done))
 
     def step(self, end: Position, *, may_work: bool) -> Release | None:
-        """A release that is due behind `end`, the spool's end. It is durable, and becomes visible before anything else."""
+        """The release that is due after `end`, the spool's end. It is durable, and must become visible before anything
+        else."""
         if not may_work or not Releases.has_place(end):
             return None
         while self._asked and self._asked[0].lsn <= end.commit:

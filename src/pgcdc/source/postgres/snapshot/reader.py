@@ -1,16 +1,16 @@
-"""Reads chunks of tables, in processes of their own: so the stream never waits for a table, nor one chunk for another.
+"""Reads chunks of tables in separate processes, so that the stream never waits for a table, nor one chunk for another.
 
-There are three kinds of orders, with the same COPY:
+There are three kinds of orders, all using the same COPY:
 
 - `StageOrder`: a part of the plan of an initial snapshot, read in the snapshot that is held for it, into a durable file.
-- `ChunkOrder`: the next rows of a table that is read beside the stream, in a snapshot of their own. Their table is locked
-  against ALTER and TRUNCATE for that moment (ACCESS SHARE, as any SELECT). Then it is waited until what the snapshot could
-  see is flushed: a commit that was not (synchronous_commit = off) could be lost by a crash of the server, and would not be
-  in the stream before either.
-- `TableOrder`: a whole table for its reload, in one snapshot, into durable files. What the snapshot could see is waited for
+- `ChunkOrder`: the next rows of a table that is read beside the stream, in their own snapshot. Their table is locked
+  against ALTER and TRUNCATE meanwhile (ACCESS SHARE, as by any SELECT). Then the reader waits until everything the
+  snapshot could see is flushed. A commit that was not (synchronous_commit = off) could be lost in a crash of the
+  server, and the stream would not have it before that either.
+- `TableOrder`: a whole table for its reload, in one snapshot, into durable files. The reader waits for the flush here
   as well.
 
-A process has one session and gets one order at a time. It ends with the capture. One that dies counts as a lost
+A process has one session and gets one order at a time. It ends with the capture. If one dies, that counts as a lost
 connection: its order is given again.
 """
 
@@ -51,17 +51,18 @@ CHUNK_BYTES = 8 << 20
 FLUSH_POLL_S = 0.02
 PARENT_POLL_S = 1.0
 _BATCH_BYTES = 1 << 20
-TABLE_BATCHES = 16  # In each file of a whole table: others need not wait for more
-_PASSING = ("40", "55P03", "57014")  # Conflicts, deadlocks, locks and cancelled statements: the next attempt may do
+TABLE_BATCHES = 16  # Batches per file of a whole table, so that other releases wait for no more than this
+# Conflicts, deadlocks, locks and cancelled statements: the next attempt may succeed
+_PASSING = ("40", "55P03", "57014")
 _FORK = multiprocessing.get_context("fork")
 
 
 @dataclass(frozen=True, slots=True)
 class StageOrder:
-    """A part of a table, to be read in a held snapshot."""
+    """A part of a table, to read in a held snapshot."""
 
-    id: str  # Of the chunk in the plan
-    snapshot: str  # Its name on the server
+    id: str  # The chunk's id in the plan
+    snapshot: str  # The snapshot's name on the server
     known: PublishedTable
     chunk: Chunk
     folder: Path
@@ -73,19 +74,19 @@ class StageOrder:
 
 @dataclass(frozen=True, slots=True)
 class ChunkOrder:
-    """The next rows of a table, or given ones, to be read in a new snapshot."""
+    """The next rows of a table, or given ones, to read in a new snapshot."""
 
     table: str  # As the user writes it
     oid: int = 0  # The table's previous oid; 0 if not looked up yet
-    known: PublishedTable | None = None  # None: look only what the table is like
+    known: PublishedTable | None = None  # None: only read the table's description
     where: str = ""
-    after: tuple[str, ...] | None = None  # The last key that was read before
+    after: tuple[str, ...] | None = None  # The last key of the previous chunk
     low: tuple[str, ...] | None = None
     high: tuple[str, ...] | None = None
-    keys: tuple[tuple[str, ...], ...] | None = None  # Only these, in the order of PublishedTable.key
-    only_keys: bool = False  # Read the columns of the key, not whole rows
+    keys: tuple[tuple[str, ...], ...] | None = None  # Read only these, in the order of PublishedTable.key
+    only_keys: bool = False  # Read only the columns of the key
     limit: int = 1000
-    is_first: bool = False  # Of its request: the catalog is read as well
+    is_first: bool = False  # The first chunk of its request: also read the catalog
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -93,7 +94,8 @@ class ChunkOrder:
         return self.known.key if self.only_keys else self.known.columns
 
     def statement(self, *, by_text: bool = False) -> str:
-        """The COPY. The server compares keys, in its own order. `by_text`: a given one may be no value of the key's type."""
+        """The COPY. The server compares keys, in its own order. `by_text`: a given key may not be a valid value of the
+        key's type."""
         assert self.known is not None
         table, low = self.known, self.low if self.after is None else None
         conditions = [*key_conditions(table.key, self.after, low, self.high), table.row_filter, self.where]
@@ -108,7 +110,7 @@ class ChunkOrder:
 
 @dataclass(frozen=True, slots=True)
 class TableOrder:
-    """All rows of a table, to be read in a new snapshot."""
+    """All rows of a table, to read in a new snapshot."""
 
     id: str
     table: str
@@ -118,22 +120,23 @@ class TableOrder:
 
 @dataclass(slots=True)
 class ChunkRead:
-    """What was read, and the details of that moment."""
+    """The result of a read, and the details as of its snapshot."""
 
-    table: PublishedTable  # As the catalog describes it at the same moment
+    table: PublishedTable  # The catalog's description at the same moment
     values: list[pa.Array] = field(default_factory=list)
     rows: int = 0
     nbytes: int = 0
-    is_last: bool = False  # There is nothing behind it
-    snapshot: str = ""  # What was visible: `xmin:xmax:xip,...`
-    lsn: int = 0  # When the stream has passed this, it has passed everything visible
+    is_last: bool = False  # No rows follow it
+    snapshot: str = ""  # What the snapshot saw: `xmin:xmax:xip,...`
+    lsn: int = 0  # When the stream has passed this LSN, it has passed everything visible
     time_us: int = 0
     seconds: float = 0.0
     estimated_rows: int = 0
-    details: dict[str, Any] | None = None  # What the catalog said about its shape in that snapshot
-    files: list[Staged] = field(default_factory=list)  # The rows of a whole table
+    details: dict[str, Any] | None = None  # The catalog's description of its shape in that snapshot
+    files: list[Staged] = field(default_factory=list)  # The files with the rows of a whole table
     waiting_xids: tuple[int, ...] = ()
-    """Of a look: transactions that wait for a synchronous standby. They may have been streamed to an earlier process."""
+    """When only the description is read: transactions that wait for a synchronous standby. They may have been streamed
+    to an earlier process."""
 
 
 Order = StageOrder | ChunkOrder | TableOrder
@@ -150,7 +153,7 @@ class Reader:
         self._conn: Connection | None = None
 
     def read(self, order: Order) -> Answer:
-        """What was read, or why it was not."""
+        """The result of an order, or why there is none."""
         try:
             with explain_errors(f"read table {order.table}"):
                 if isinstance(order, StageOrder):
@@ -163,11 +166,11 @@ class Reader:
                 return read
         except PgcdcError as error:
             return self._explain(order, error)
-        except Exception as error:  # a bug: the capture must hear of it
+        except Exception as error:  # a bug: report it to the capture
             return PgcdcError(f"a chunk cannot be read: {error!r}", "This is a bug in pgcdc: please report it")
         finally:
             if self._conn is not None and self._conn.pgconn.transaction_status != pq.TransactionStatus.IDLE:
-                self.close()  # in a transaction it would read in its old snapshot forever
+                self.close()  # in an open transaction it would read in its old snapshot forever
 
     def close(self) -> None:
         if self._conn is not None:
@@ -206,7 +209,7 @@ class Reader:
         if self._conn is None or self._conn.closed:
             self._conn = connect(self._url, application_name=self._application_name)
             if self._conn.info.parameter_status("server_encoding") == "SQL_ASCII":
-                self._conn.execute("SET client_encoding = 'SQL_ASCII'")  # as the stream has it
+                self._conn.execute("SET client_encoding = 'SQL_ASCII'")  # as the stream's connection does
         return self._conn
 
     def _look(self, order: ChunkOrder) -> ChunkRead:
@@ -224,11 +227,12 @@ class Reader:
         try:
             with conn.transaction():
                 conn.execute(f"LOCK TABLE {known.source} IN ACCESS SHARE MODE".encode())
-        except psycopg.errors.InsufficientPrivilege:  # of some columns only: a query may do what LOCK may not
+        # rights on some columns only: a query is allowed where LOCK is not
+        except psycopg.errors.InsufficientPrivilege:
             conn.execute("COMMIT")
             conn.execute("BEGIN ISOLATION LEVEL READ COMMITTED READ ONLY")
             conn.execute(_SHOW_ALL)
-            # It holds the lock, and the COPY has a later snapshot.
+            # This query holds the lock, and the COPY takes a later snapshot.
             conn.execute(f"SELECT FROM {known.source} LIMIT 0".encode())
         except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName):  # renamed, or dropped
             conn.execute("ROLLBACK")
@@ -239,8 +243,8 @@ class Reader:
         read = ChunkRead(table, snapshot=row[0], time_us=row[1])
         if order.is_first:
             read.details = self._describe(conn, table)
-        begun = time.monotonic()  # after what takes the same time for any number of rows
-        if table == known and order.keys != ():  # else look again when the stream has come this far
+        begun = time.monotonic()  # measured without the part that takes the same time for any number of rows
+        if table == known and order.keys != ():  # else the description is read again when the stream has come this far
             self._copy_values(conn, order, read)
         is_whole = not conn.closed
         if is_whole:
@@ -287,7 +291,7 @@ class Reader:
         try:
             with conn.transaction():
                 self._copy_statement(conn, order, order.statement(), read)
-        except psycopg.DataError:  # a target has a key that is none here: every row is asked for its text
+        except psycopg.DataError:  # a key from a target is no valid value here: compare all rows by text
             self._copy_statement(conn, order, order.statement(by_text=True), read)
 
     def _copy_statement(self, conn: Connection, order: ChunkOrder, statement: str, read: ChunkRead) -> None:
@@ -299,12 +303,12 @@ class Reader:
                 read.rows += len(values) // columns
                 read.nbytes += values.nbytes
                 if read.nbytes >= CHUNK_BYTES and order.keys is None:
-                    break  # if there is more, this closes the connection: the next chunk reads it
+                    break  # if there is more, closing `rows` ends the connection: the next chunk reads the rest
 
     def _await_flush(self, read: ChunkRead) -> None:
-        """Wait until everything visible is on the server's disk; returns its place in the WAL. Unflushed WAL may be only
-        pages that the reading touched. If nobody commits, only asynchronous commits matter, which are flushed within three
-        times wal_writer_delay."""
+        """Wait until everything visible is on the server's disk, and set `read.lsn` to its end in the WAL. The
+        unflushed WAL may consist only of pages touched by reading. If nobody commits, only asynchronous commits matter,
+        and these are flushed within three times wal_writer_delay."""
         conn = self._connection()
         read.lsn = wal_place(conn)
         row = conn.execute("SELECT setting::float8 / 1000 FROM pg_settings WHERE name = 'wal_writer_delay'").fetchone()
@@ -319,7 +323,7 @@ class Reader:
             time.sleep(FLUSH_POLL_S)
 
 
-_SHOW_ALL = "SET LOCAL row_security = off"  # Rows that a policy hides are an error, not missing
+_SHOW_ALL = "SET LOCAL row_security = off"  # Rows hidden by a policy are an error, rather than silently missing
 _MOMENT = "SELECT txid_current_snapshot()::text, (extract(epoch FROM clock_timestamp()) * 1000000)::int8"
 _ESTIMATE = """
 SELECT sum(CASE WHEN relpages > 0 AND reltuples > 0
@@ -363,11 +367,11 @@ class Readers:
     def start(self, order: Order) -> None:
         worker = next((one for one in self._workers if one.order is None), None) or self._new_worker()
         worker.order = order
-        with contextlib.suppress(OSError):  # it is dead, which `take` will tell
+        with contextlib.suppress(OSError):  # it is dead, and `take` will report it
             worker.pipe.send(order)
 
     def take(self) -> tuple[Order, Answer] | None:
-        """The outcome of an order; None if none is done."""
+        """The outcome of an order; None if none is finished."""
         for key, _ in self._selector.select(0):
             worker: _Worker = key.data
             order, worker.order = worker.order, None
@@ -381,12 +385,12 @@ class Readers:
         return None
 
     def close(self) -> None:
-        """End the processes, and give up what they read."""
+        """End the processes and discard what they were reading."""
         for worker in list(self._workers):
             self._end(worker)
 
     def _new_worker(self) -> _Worker:
-        """Forked: everything is imported. The capture's objects stay the capture's."""
+        """Forked, so everything is already imported. The child must not use the capture's objects."""
         ours, its = _FORK.Pipe()
         process = _FORK.Process(target=_serve, args=(Reader(*self._setup), os.getpid(), its), daemon=True)
         process.start()
@@ -405,7 +409,7 @@ class Readers:
 
 
 def _serve(reader: Reader, parent: int, pipe: Pipe) -> None:
-    """In the process: read orders one after the other, until the pipe is closed."""
+    """Runs in the child process: execute orders one after another, until the pipe is closed."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _keep_files(pipe.fileno())
     threading.Thread(target=_end_with, args=[parent], daemon=True).start()
@@ -416,18 +420,18 @@ def _serve(reader: Reader, parent: int, pipe: Pipe) -> None:
             answer = reader.read(order)
             hit("reader.read")
             pipe.send(answer)
-    os._exit(0)  # nothing is cleaned up
+    os._exit(0)  # skip all cleanup
 
 
 def _keep_files(kept: int) -> None:
-    """Close everything but stdout, stderr and this one."""
+    """Close every file descriptor except stdout, stderr and this one."""
     for begin, end in pairwise([-1, 1, 2, kept, os.sysconf("SC_OPEN_MAX")]):
         os.closerange(begin + 1, end)
     os.open(os.devnull, os.O_RDWR)  # becomes standard input
 
 
 def _end_with(parent: int) -> None:
-    """A read may wait for a lock for hours: it must not outlive whoever ordered it."""
+    """End this process when its parent ends: a read may wait hours for a lock, and must not outlive the capture."""
     while os.getppid() == parent:
         time.sleep(PARENT_POLL_S)
     os._exit(0)

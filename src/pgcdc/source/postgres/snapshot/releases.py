@@ -1,11 +1,12 @@
-"""Rows from tables, put into the stream between two transactions: durably, so that every replay has them there.
+"""Rows from tables, put into the stream between two transactions, durably, so that every replay has them there.
 
-The stream can be read again from the slot, and the spool is only a copy of it. Snapshot rows cannot: the table has changed
-since. So a chunk's file of rows is durable before it is released, and so is the log that says where. A lost spool is
-refilled from both, each in its place.
+The stream can be read again from the slot, and the spool is only a copy of it. Snapshot rows cannot be read again: the
+table has changed since. So a chunk's file of rows is durable before it is released, and so is the log that records the
+position. A lost spool is refilled from both, each row at its position.
 
 A file of rows has the schema CHANGES in any number of record batches, as `stage_rows` writes it. Its `ordinal` and
-`relation` are set on release. Its name has its chunk, rows, size and checksum: damage done before the release is found, too.
+`relation` are set on release. Its name contains its chunk, rows, size and checksum, so that damage before the release
+is found, too.
 """
 
 from __future__ import annotations
@@ -48,21 +49,21 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """The rows of one chunk, and their place in the stream."""
+    """The rows of one chunk, and their position in the stream."""
 
-    commit: int  # The transaction that they stand behind
+    commit: int  # The transaction that they follow
     chunk: int
     staged: Staged
-    relation: dict[str, Any] | None  # The rows' shape; None if none is a row of a table
-    note: dict[str, Any]  # What the releaser must know after a crash
-    adapters: tuple[str, ...] = ()  # Who gets the rows; (): everybody
+    relation: dict[str, Any] | None  # The rows' shape; None if none of them belongs to a table
+    note: dict[str, Any]  # What the releaser needs after a crash
+    adapters: tuple[str, ...] = ()  # The adapters that receive the rows; (): all
 
     @property
     def end(self) -> Position:
         return Position.chunk_end(self.commit, self.chunk)
 
     def follows(self, end: Position) -> bool:
-        """Whether its place is right behind `end`, or `end` is inside it: it can become visible at once."""
+        """Whether its position directly follows `end`, or `end` is inside it: then it can become visible now."""
         return end.commit == self.commit and (end.is_snapshot or end.is_end)
 
 
@@ -73,7 +74,7 @@ _STAGED_NAME = re.compile(r"([\w-]+)\.(\d+)-(\d+)-(\d+)-(\d+)\.\w+\.arrow")
 
 
 def find_staged(folder: Path) -> dict[str, Staged]:
-    """`stage_rows`'s results after a crash, by chunk: all of them stand in the names, and no file is read."""
+    """The results of `stage_rows` after a crash, by chunk. The file names contain everything, so no file is read."""
     found = {}
     for path in folder.glob("*.arrow"):
         if match := _STAGED_NAME.fullmatch(path.name):
@@ -83,7 +84,8 @@ def find_staged(folder: Path) -> dict[str, Staged]:
 
 
 def stage_rows(folder: Path, batches: Iterable[pa.RecordBatch], chunk: str = "rows", time_us: int = 0) -> Staged:
-    """Write rows of a chunk, durably: the file has its name only when complete. Without a time they were read now."""
+    """Durably write the rows of a chunk: the file gets its name only when complete. Without a time, the rows count as
+    read now."""
     rows, token, time_us = 0, secrets.token_hex(8), time_us or time.time_ns() // 1000
     partial = folder / f"{chunk}.{token}.arrow.partial"
     try:
@@ -110,15 +112,15 @@ class Releases:
     """The log of releases that may be needed again. The capture process owns it."""
 
     def __init__(self, folder: Path, base: Position, *, keeps_log: bool = False) -> None:
-        """`base` is what nobody needs again."""
+        """Nothing up to `base` is needed again."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.keeps_log = folder, keeps_log
-        """Whether the whole log is needed, including delivered rows: an initial snapshot is running."""
+        """Whether the whole log is needed, including delivered rows: while an initial snapshot is running."""
         self._log, self._audience = folder / "releases.jsonl", folder / "audience.jsonl"
         raws = read_lines(self._log)
         self._known = [_RELEASE.validate_python(raw) for raw in raws]
         self.found = [(one.note, one.staged.rows) for one in self._known if one.note]
-        """The log's notes with their numbers of rows: for recovery."""
+        """The log's notes with their numbers of rows, for recovery."""
         self.forget(base)
         keep_letters(self._audience, {str(one.end) for one in self._known if one.adapters})
 
@@ -133,8 +135,8 @@ class Releases:
         reload: str = "",
         is_last: bool = False,
     ) -> Release:
-        """Release rows behind `after`, the spool's end; the release then owns their file. Durable. With `adapters`, only
-        these get them; `reload` and `is_last` say what they are to them (`Letter`)."""
+        """Release rows after `after`, the spool's end; the release then owns their file. Durable. With `adapters`, only
+        these receive them; `reload` and `is_last` are passed on to them (`Letter`)."""
         if staged.rows > MAX_CHUNK_ROWS:
             raise SpoolError(f"a chunk of {staged.rows} rows is too large", "Choose smaller chunks")
         if not self.has_place(after):
@@ -152,20 +154,20 @@ class Releases:
         return release
 
     def stage(self, batches: Iterable[pa.RecordBatch], time_us: int = 0) -> Staged:
-        """Rows in a new file, to be released."""
+        """Write rows to a new file, to be released."""
         return stage_rows(self.folder, batches, time_us=time_us)
 
     @staticmethod
     def has_place(after: Position) -> bool:
-        """Whether rows can be released there: at the end of a transaction, or of other rows."""
+        """Whether rows can be released here: at the end of a transaction, or of other snapshot rows."""
         return after.is_end and not (after.is_snapshot and after.chunk >= LAST_CHUNK)
 
     def after(self, position: Position) -> list[Release]:
-        """The releases behind `position`, in order."""
+        """The releases after `position`, in order."""
         return [release for release in self._known if release.end > position]
 
     def forget(self, base: Position) -> None:
-        """Nobody needs anything up to `base` again: delete the files, and the log when it is empty."""
+        """Nothing up to `base` is needed again: delete the files, and the log once it is empty."""
         gone = [release for release in self._known if release.end <= base]
         self._known = self.after(base)
         if not self._known and not self.keeps_log:
@@ -213,7 +215,7 @@ def number_rows(
     end: Position | None = None,
     origin: str | None = None,
 ) -> CaptureBatch:
-    """Rows with their final positions and versions, behind `ordinal`. `end`: they are the last of their chunk."""
+    """Rows with their final positions and versions, after `ordinal`. `end`: they are the last of their chunk."""
     of_table = rows.column("relation").to_numpy() >= 0
     version = relations.intern(relation) if relation is not None and of_table.any() else -1
     columns = {
@@ -236,18 +238,18 @@ def number_rows(
 
 
 def snapshot_rows(values: pa.Array, columns: int) -> pa.RecordBatch:
-    """Rows as changes of the operation SNAPSHOT; `values` are flat, from `copy_rows`, `columns` per row."""
+    """Rows as changes with the operation SNAPSHOT; `values` are flat, from `copy_rows`, `columns` per row."""
     lists = row_lists(values, columns)
     return _batch(Op.SNAPSHOT, {"new": lists}, len(lists))
 
 
 def deleted_rows(rows: pa.Array) -> pa.RecordBatch:
-    """Vanished rows as DELETEs. `rows` are lists of values, one per column; only the key's count."""
+    """Vanished rows as DELETEs. `rows` are lists of values, one per column; only those of the key matter."""
     return _batch(Op.DELETE, {"old": rows}, len(rows), OldKind.KEY)
 
 
 def truncated_rows() -> pa.RecordBatch:
-    """A TRUNCATE: all rows of the table come again."""
+    """A TRUNCATE, which announces that all rows of the table follow again."""
     return _batch(Op.TRUNCATE, {}, 1)
 
 
@@ -257,13 +259,14 @@ def snapshot_mark(op: Op, snapshot: str, kind: str, table: Relation, rows: int) 
 
 
 def marker(op: Op, *texts: str) -> pa.RecordBatch:
-    """One event that is no row of a table, with these values."""
+    """One event with these values that is no row of a table."""
     values = pa.array([[text.encode() for text in texts]], CHANGES.field("new").type)
     return _batch(op, {"new": values}, 1, relation=-1)
 
 
 def schema_mark(details: Mapping[str, Any]) -> pa.RecordBatch:
-    """From here on a table is as the catalog says (`setup/watch.py`). No reader of the spool sees it as a change."""
+    """From here on a table has the shape that the catalog says (`setup/watch.py`). Readers of the spool do not see it
+    as a change."""
     return _batch(Op.SCHEMA_CHANGE, {"prefix": pa.array([json.dumps(details)])}, 1)
 
 

@@ -1,13 +1,14 @@
-"""Reloads: some adapters replace their copy of one table, whatever that was like before, while the stream goes on.
+"""Reloads: some adapters replace their copy of one table, whatever it contained before, while the stream continues.
 
-1. The window opens: from now on every change of the table that goes to the spool is kept here, too.
+1. The window opens: from now on every change of the table that goes to the spool is also kept here.
 2. The whole table is read in one snapshot, into files.
-3. When the stream has passed everything that the snapshot could see, a TRUNCATE is released, then file by file the rows, and
-   at last the changes of the window that the snapshot did not see. These releases are addressed: others do not get them.
+3. When the stream has passed everything that the snapshot could see, a TRUNCATE is released, then the rows file by
+   file, and last the changes of the window that the snapshot did not see. These releases are addressed: other adapters
+   do not receive them.
 
-An adapter takes nothing else of this table between the first and the last release (`sink/holds.py`), so its copy is then
-what the table is at that place of the stream. No key is needed, and no row is compared. Whatever comes between (a crash, an
-ALTER TABLE) only makes it begin again: the TRUNCATE comes first each time.
+Between the first and the last release an adapter accepts nothing else for this table (`sink/holds.py`), so its copy is
+then the table's content at that position of the stream. No key is needed, and no row is compared. If something
+interrupts it (a crash, an ALTER TABLE), the reload just begins again: the TRUNCATE comes first each time.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ from pgcdc.spool.segment import CaptureBatch
 
 logger = logging.getLogger("pgcdc.capture")
 
-WINDOW_BYTES = 32 << 20  # What a window keeps in memory; the rest is on disk
-AGAIN_S = 0.2  # The catalog may tell only in a second why a table is another one
+WINDOW_BYTES = 32 << 20  # How much a window keeps in memory; the rest goes to disk
+AGAIN_S = 0.2  # The catalog may need up to a second to show why a table differs
 _KEPT = pa.schema([*CHANGES, ("xid", pa.int64())])
 
 
@@ -54,7 +55,7 @@ class TableWindow:
 
     def __init__(self, path: Path, oid: int) -> None:
         self._path, self.oid = path, oid
-        self.relations: set[Relation] = set()  # The shapes that they had
+        self.relations: set[Relation] = set()  # The shapes of these changes
         self._parts: list[pa.RecordBatch] = []
         self._nbytes = 0
         self._writer: pa.ipc.RecordBatchStreamWriter | None = None
@@ -81,7 +82,7 @@ class TableWindow:
             self._parts, self._nbytes = [], 0
 
     def unseen(self, snapshot: str) -> Iterator[pa.RecordBatch]:
-        """The changes that a snapshot (a pg_snapshot) does not see. Ends the window."""
+        """The changes that a snapshot (a pg_snapshot) does not see. Closes the window."""
         if self._writer is not None:
             self._writer.close()
             with pa.ipc.open_stream(self._path) as stream:
@@ -108,15 +109,15 @@ def _place_of(shape: ShapeChange | None) -> Position | None:
 
 @dataclass(slots=True)
 class _Job:
-    """A reload under way."""
+    """A reload in progress."""
 
     state: RequestState
     window: TableWindow
     xids: npt.NDArray[np.uint32]  # Transactions streamed before the window was opened
-    shape: ShapeChange | None  # The record of the table's shape: another one makes the rows old
+    shape: ShapeChange | None  # The record of the table's shape: if it changes, the rows are outdated
     read: ChunkRead | None = None
     files: list[Staged] = field(default_factory=list)  # Still to be released
-    mark: Release | None = None  # What the catalog said when they were read
+    mark: Release | None = None  # The catalog's description from the moment they were read
     first: Release | None = None  # The TRUNCATE
 
     @property
@@ -125,7 +126,7 @@ class _Job:
 
 
 class Reloads:
-    """One reload after the other, in the capture's loop: every method returns at once."""
+    """One reload after another, in the capture's loop: every method returns quickly."""
 
     def __init__(
         self, folder: Path, queue: RequestQueue, releases: Releases, readers: Readers, xids: StreamedXids
@@ -133,9 +134,10 @@ class Reloads:
         self._folder, self._queue, self._releases, self._xids = folder, queue, releases, xids
         self.readers = readers
         self.shape_of: Callable[[int], ShapeChange | None] = lambda oid: None
-        """The record of a table's shape where the stream is."""
+        """The record of a table's shape at the stream's position."""
         self.is_taken: Callable[[Relation], bool] = lambda shape: False
-        """Whether another table has this name where the stream is: that the table has another one is told later."""
+        """Whether another table has this name at the stream's position. The new name of this table is only reported
+        later."""
         self._job: _Job | None = None
         self._due, self._failures = 0.0, 0
 
@@ -145,24 +147,24 @@ class Reloads:
         return self._job.read.lsn if self._job is not None and self._job.read is not None else 0
 
     def due_s(self) -> float:
-        """Seconds until `step` may have something to do by itself."""
+        """Seconds until `step` may have something to do without being called for another reason."""
         if self._job is not None and self._job.read is not None:
             return 0.02
         is_next = self._job is None and self._queue.next(is_reload=True) is not None
         return max(0.0, self._due - time.monotonic()) if is_next else 60.0
 
     def see(self, batch: CaptureBatch) -> None:
-        """Changes of the stream, before they become visible."""
+        """Take changes of the stream before they become visible."""
         if self._job is not None:
             self._job.window.see(batch)
 
     def released(self, release: Release) -> None:
-        """It is visible, and the shape of its rows is recorded."""
+        """The release is visible, and the shape of its rows is recorded."""
         if self._job is not None and release in (self._job.mark, self._job.first):
             self._job.shape = self.shape_of(self._job.window.oid)
 
     def lose(self) -> None:
-        """The stream's connection is gone, and what it says next may have been said before: begin again."""
+        """The stream's connection is gone, and the next one may repeat changes: begin again."""
         self._drop(0.0)
 
     def close(self) -> None:
@@ -171,7 +173,7 @@ class Reloads:
             self._job.window.close()
 
     def step(self, end: Position, *, may_work: bool) -> Release | None:
-        """Continue, as `BesideStream.step`."""
+        """Continue, like `BesideStream.step`."""
         self._collect()
         job = self._job
         if not may_work:
@@ -180,7 +182,7 @@ class Reloads:
             if time.monotonic() >= self._due:
                 self._begin()
             return None
-        if job.state.id not in {one.id for one in self._queue.entries() if not one.is_ended}:  # stopped by a user
+        if job.state.id not in {one.id for one in self._queue.entries() if not one.is_ended}:  # a user stopped it
             self._drop(0.0)
         elif job.read is not None and end.commit >= job.read.lsn and Releases.has_place(end):
             is_same = _place_of(self.shape_of(job.window.oid)) == _place_of(job.shape)
@@ -194,7 +196,7 @@ class Reloads:
     def _begin(self) -> None:
         state = self._queue.next(is_reload=True)
         if state is None:
-            self.readers.close()  # no process is kept for nothing
+            self.readers.close()  # do not keep an idle process
             return
         if state.is_retried:
             state = self._queue.retry(state.id)
@@ -213,7 +215,7 @@ class Reloads:
                 self._remove(found.files)
         elif isinstance(found, ChunkRead):
             if not is_visible(job.xids.astype(np.int64), found.snapshot).all():
-                # A streamed commit that is not visible yet. With synchronous replication that may take long.
+                # A streamed commit is not visible yet. With synchronous replication that may take long.
                 self._remove(found.files)
                 self._drop(reconnect_delay_s(self._failures))
                 return
@@ -228,7 +230,7 @@ class Reloads:
                 self._queue.fail(job.id, str(found), for_good=isinstance(found, NeverReadable))
 
     def _drop(self, delay_s: float) -> None:
-        """Give the attempt up; the request stays."""
+        """Abandon this attempt; the request remains."""
         job, self._job = self._job, None
         if job is not None:
             self._due = time.monotonic() + delay_s
@@ -236,7 +238,7 @@ class Reloads:
             self._remove(job.files)
             job.window.close()
             if job.read is None:
-                self.readers.close()  # it may read for long
+                self.readers.close()  # it may read for a long time
                 self._releases.remove_unknown(())
 
     def _remove(self, files: list[Staged]) -> None:
@@ -246,7 +248,8 @@ class Reloads:
     def _release(self, job: _Job, read: ChunkRead, end: Position) -> Release:
         relation, request = read.table.relation, job.state.request
         if job.mark is None and read.details is not None:
-            # For everybody. The table may have been altered since it was read, without a trace in the shape of its rows.
+            # Released to all adapters. The table may have been altered since it was read, without a trace in the shape
+            # of its rows.
             job.mark = self._releases.add(end, self._releases.stage([schema_mark(read.details)]), relation)
             return job.mark
         is_last = job.first is not None and not job.files

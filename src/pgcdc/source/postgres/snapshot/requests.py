@@ -1,12 +1,12 @@
 """The state of all snapshots of a pipeline, in one file: the initial one, and later requests.
 
 `InitialPlan` says which chunks of which tables are read in which held snapshot. A chunk that was read is a file in the
-folder, and a released one is in the log of releases: neither is repeated here, so that reading costs no write of this file.
-A request is a table that is read by key beside the stream, with its progress. What a lost snapshot leaves of a table becomes
-requests in the same step that removes it from the plan.
+folder, and a released one is in the log of releases. Neither is repeated here, so reading a chunk does not require
+writing this file. A request is a table that is read by key beside the stream, with its progress. The part of a table
+that a lost snapshot left unread becomes requests in the same step that removes the table from the plan.
 
-The file is durable, so that a request survives any crash. It belongs to the capture process (`{"do": "snapshot"}` on its
-control socket), or to whoever holds the capture's lock while none runs.
+The file is durable, so that a request survives any crash. It belongs to the capture process (`{"do": "snapshot"}` on
+its control socket), or to whoever holds the capture's lock while no capture runs.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ from pgcdc.source.postgres.snapshot.held import Hold
 from pgcdc.source.postgres.snapshot.releases import Staged
 
 KINDS = ("incremental", "initial", "added", "always", "vanished", "repair", "reload")
-"""Requested by a user; the rest of an interrupted initial snapshot; a table new in the publication; at every start; a sink's
-keys that the table may have lost; keys whose rows some adapters get again; a table whose content some adapters replace."""
+"""In this order: requested by a user; the remainder of an interrupted initial snapshot; a table new in the publication;
+at every start; a sink's keys that the table may no longer have; keys whose rows some adapters receive again; a table
+whose content some adapters replace."""
 BY_KEYS = ("vanished", "repair")
 ADDRESSED = ("repair", "reload")
 RETRIED = ("initial", "added", "repair", "reload")
-"""Kinds that nobody requests again: their rows would be missing forever, so a failed one is retried."""
+"""Kinds that nobody requests twice: their rows would be missing forever, so a failed one is retried."""
 RETRY_S, MAX_RETRY_S = 1.0, 300.0
 KEPT_FINISHED = 20
 _ENDED = ("done", "stopped", "failed")
@@ -42,16 +43,16 @@ _ENDED = ("done", "stopped", "failed")
 
 # --- the initial snapshot
 
-_DERIVED = Field(exclude=True)  # Not in the file: recovered after a crash
+_DERIVED = Field(exclude=True)  # Not in the file; restored after a crash
 
 
 @dataclass(frozen=True, slots=True)
 class SkipRule:
-    """A table was read in a younger snapshot than the slot's: the stream must not repeat what that one saw."""
+    """A table was read in a younger snapshot than the slot's: the stream must not repeat what that snapshot saw."""
 
     oid: int
     visible: str  # A pg_snapshot
-    lsn: int  # What it sees ends before
+    lsn: int  # Everything it sees ends before this
 
 
 @dataclass(slots=True)
@@ -59,18 +60,18 @@ class PlannedTable:
     """One table of the initial snapshot, with its progress."""
 
     published: PublishedTable
-    hold: int  # The number of the snapshot that it is read in
+    hold: int  # The number of the snapshot in which it is read
     chunks: dict[str, Chunk] | None
-    """Chunks not released yet; None: unreadable in that snapshot, it needs a younger one."""
+    """Chunks not released yet; None: it cannot be read in that snapshot and needs a younger one."""
     estimated_rows: int = 0
-    ended: str = ""  # complete, moved (the rest is read beside the stream) or gone (it was dropped)
-    details: dict[str, Any] | None = None  # What the catalog said about its shape in that snapshot
+    ended: str = ""  # complete, moved (the remainder is read beside the stream) or gone (the table was dropped)
+    details: dict[str, Any] | None = None  # The catalog's description of its shape in that snapshot
     staged: Annotated[dict[str, Staged], _DERIVED] = field(default_factory=dict)
-    """Chunks that were read: they are released, whatever happens to their snapshot. Derived from the folder."""
-    is_described: Annotated[bool, _DERIVED] = False  # Whether its details were released. Derived like the next
+    """Chunks that were read: they are released even if their snapshot is lost. Derived from the folder."""
+    is_described: Annotated[bool, _DERIVED] = False  # Whether its details were released. Derived like `is_started`
     is_started: Annotated[bool, _DERIVED] = False
-    """Whether its start was released. Derived from the log of releases, as for the rows."""
-    rows: Annotated[int, _DERIVED] = 0  # How many are released
+    """Whether its start was released. Derived from the log of releases, like `rows`."""
+    rows: Annotated[int, _DERIVED] = 0  # The number of released rows
 
     @property
     def oid(self) -> int:
@@ -78,7 +79,7 @@ class PlannedTable:
 
     @property
     def is_whole(self) -> bool:
-        """Whether everything left was read."""
+        """Whether everything that remains was read."""
         return self.chunks is not None and len(self.staged) == len(self.chunks)
 
 
@@ -86,14 +87,14 @@ class PlannedTable:
 class InitialPlan:
     """The initial snapshot of a slot."""
 
-    lsn: int = 0  # Where the slot begins: the rows are behind it. 0: no initial snapshot
+    lsn: int = 0  # Where the slot begins: the rows follow it. 0: no initial snapshot
     holds: dict[int, Hold] = field(default_factory=dict)
-    tables: dict[int, PlannedTable] | None = None  # None: they are not planned yet
-    completed: dict[str, Any] | None = None  # The final report; everything else is forgotten then
+    tables: dict[int, PlannedTable] | None = None  # None: not planned yet
+    completed: dict[str, Any] | None = None  # The final report; everything else is then dropped
 
     @property
     def is_active(self) -> bool:
-        """Whether rows come before the stream."""
+        """Whether rows still come before the stream."""
         return self.lsn > 0 and self.completed is None
 
     @property
@@ -102,14 +103,14 @@ class InitialPlan:
 
     @property
     def rules(self) -> list[SkipRule]:
-        """What the stream must leave out, forever: it may be read again from its beginning."""
+        """What the stream must always omit: it may be read again from its beginning."""
         if self.completed is not None:
             return [SkipRule(**rule) for rule in self.completed["rules"]]
         tables = ((table.oid, self.holds[table.hold]) for table in (self.tables or {}).values())
         return [SkipRule(oid, hold.visible, hold.lsn) for oid, hold in tables if hold.visible is not None]
 
     def note(self, oid: int, what: str, rows: int) -> None:
-        """Something is in the stream: a table's `started` or `complete`, or the rows of a chunk."""
+        """Note what is now in the stream: a table's `started` or `complete`, or the rows of a chunk."""
         if self.tables is None or (table := self.tables.get(oid)) is None:
             return
         if what == "described":
@@ -124,7 +125,7 @@ class InitialPlan:
             (table.chunks or {}).pop(what, None)
 
     def complete(self, end: Position) -> dict[str, Any]:
-        """All tables have ended; `end` is the position behind the last row."""
+        """All tables have ended; `end` is the position after the last row."""
         now, tables = time.time(), (self.tables or {}).values()
         begun = min((hold.time for hold in self.holds.values()), default=now)
         self.completed = {
@@ -153,16 +154,16 @@ class SnapshotRequest:
     id: str
     table: str  # As users write it: `orders`, `sales.orders`
     kind: str = "incremental"  # One of KINDS
-    where: str = ""  # Which rows, in SQL; "" for all
+    where: str = ""  # An SQL condition for the rows; "" for all
     low: tuple[str, ...] | None = None
     """The smallest key, as text, in the order of PublishedTable.key; None: from the first."""
-    high: tuple[str, ...] | None = None  # The first unwanted key; None: to the last
+    high: tuple[str, ...] | None = None  # The first key after the range; None: to the last
     keys_file: str = ""
-    """Of given keys: a file with a key per line, a JSON array of texts in the order of PublishedTable.key."""
-    chunk_size: int = 0  # Rows at a time; 0: as many as can be read in a moment
-    chunk_delay_s: float = 0.0  # How long to rest between chunks
-    oid: int = 0  # The meant table, whatever its name by then; 0: the one that has the name when it is looked up
-    adapters: tuple[str, ...] = ()  # Who gets the rows; (): everybody
+    """For given keys: a file with one key per line, as a JSON array of texts in the order of PublishedTable.key."""
+    chunk_size: int = 0  # Rows per chunk; 0: as many as can be read in a short time
+    chunk_delay_s: float = 0.0  # How long to pause between chunks
+    oid: int = 0  # The table, whatever its name is by then; 0: the table that has the name when it is looked up
+    adapters: tuple[str, ...] = ()  # The adapters that receive the rows; (): all
 
     def check(self) -> None:
         """Raise ConfigError if invalid."""
@@ -177,7 +178,8 @@ class SnapshotRequest:
 
 
 def requests_for_rest(table: PlannedTable) -> list[SnapshotRequest]:
-    """What a lost snapshot leaves of a table, to be read beside the stream: by key ranges, if it was cut so."""
+    """The part of a table that a lost snapshot left unread, as requests to read beside the stream. By key ranges, if
+    the table was cut that way."""
     published, left = table.published, list((table.chunks or {}).items())
     if any(chunk.key != published.key or published.kind != "r" for _, chunk in left):
         return [SnapshotRequest(f"initial-{left[0][0]}", published.title, "initial", oid=table.oid)]
@@ -199,19 +201,19 @@ class RequestState:
 
     request: SnapshotRequest
     status: str = "queued"  # queued, running, paused, done, stopped or failed
-    oid: int = 0  # The table that was found under the name; 0 before the first chunk
-    last_key: tuple[str, ...] | None = None  # The last key that was read and released
+    oid: int = 0  # The table found under that name; 0 before the first chunk
+    last_key: tuple[str, ...] | None = None  # The last key read and released
     keys_done: int = -1
-    """-1 while the table is read; then how many bytes of the file of keys, moved or vanished, are done."""
-    chunks: int = 0  # How many releases there were for it
-    rows: int = 0  # How many rows were released
-    estimated_rows: int = 0  # How many there are to read, about
+    """-1 while the table is being read; then the number of bytes processed in the file of keys (moved or vanished)."""
+    chunks: int = 0  # The number of its releases
+    rows: int = 0  # The number of released rows
+    estimated_rows: int = 0  # The approximate number of rows to read
     error: str = ""
     added: float = field(default_factory=time.time)
     started: float = 0.0
     finished: float = 0.0
-    failures: int = 0  # How often in a row it has failed
-    retry_at: float = 0.0  # When a failed one is tried again; 0: never
+    failures: int = 0  # Failures in a row
+    retry_at: float = 0.0  # When to retry a failed one; 0: never
 
     @property
     def id(self) -> str:
@@ -223,19 +225,20 @@ class RequestState:
 
     @property
     def is_retried(self) -> bool:
-        """Whether it has failed, but not for good."""
+        """Whether it has failed, but not permanently."""
         return self.status == "failed" and self.retry_at > 0
 
 
 @dataclass(slots=True)
 class _Content:
-    """The file."""
+    """The content of the file."""
 
     requests: list[RequestState] = field(default_factory=list)
     heeded: str = str(Position.at(0, 0))
-    """The position of the last obeyed signal: it is not obeyed again when the stream is read again."""
+    """The position of the last obeyed signal, so that it is not obeyed again when the stream is read again."""
     bad_signals: int = 0
-    tables: frozenset[int] | None = None  # Tables (oid) whose rows were read or need not be; None before the first look
+    # Tables (oid) whose rows were read or are not needed; None before the first look
+    tables: frozenset[int] | None = None
     initial: InitialPlan = field(default_factory=InitialPlan)
 
 
@@ -243,24 +246,25 @@ _CONTENT = TypeAdapter(_Content)
 
 
 class RequestQueue:
-    """The requests of one state directory, in their order. Everything is durable when a method returns."""
+    """The requests of one state directory, in order. Everything is durable when a method returns."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         found = _CONTENT.validate_python(read_json(path) or {})
         self._states = {one.id: one for one in found.requests}
         self.heeded, self.bad_signals = Position.parse(found.heeded), found.bad_signals
-        self.tables, self.initial = found.tables, found.initial  # Whoever changes `initial` calls `save`
+        self.tables, self.initial = found.tables, found.initial  # Whoever changes `initial` must call `save`
 
     def __getitem__(self, name: str) -> RequestState:
         return self._states[name]
 
     def entries(self) -> list[RequestState]:
-        """All known ones: active ones in order, and the last ended ones."""
+        """All known requests: active ones in order, and the most recently ended ones."""
         return list(self._states.values())
 
     def next(self, *, is_reload: bool = False) -> RequestState | None:
-        """The next request to work on, or None: a reload, or any other. A failed one comes last, when it is due."""
+        """The next request to work on, or None. `is_reload` selects reloads, otherwise all others. A failed one comes
+        last, once its retry is due."""
         mine = [one for one in self._states.values() if (one.request.kind == "reload") == is_reload]
         going = [one for one in mine if one.status in ("queued", "running")]
         if not going:
@@ -274,20 +278,21 @@ class RequestQueue:
         self.save()
 
     def ensure(self, request: SnapshotRequest) -> None:
-        """Queue a request unless it waits or runs already: who asks for it may ask again after a crash."""
+        """Queue a request unless it is already waiting or running: the requester may ask again after a crash."""
         known = self._states.get(request.id)
         if known is None or (known.is_ended and known.status != "done"):
             self._states.pop(request.id, None)
             self.add(request)
 
     def move_rest(self, table: PlannedTable) -> None:
-        """A table's snapshot was lost: request the rest and remove it from the plan, in one step."""
+        """A table's snapshot was lost: request the remainder and remove the table from the plan, in one step."""
         self._add(requests_for_rest(table))
         table.ended = "moved"
         self.save()
 
     def begin_initial(self, lsn: int, hold: Hold | None) -> None:
-        """A slot that begins at `lsn` gets an initial snapshot (0: none); without a hold, in a younger one."""
+        """Plan the initial snapshot of a slot that begins at `lsn` (0: none). Without a hold, a younger snapshot is
+        used."""
         self.initial = InitialPlan(lsn, {hold.number: hold} if hold else {})
         self.save()
 
@@ -309,9 +314,9 @@ class RequestQueue:
         return self._change(state, status="running", oid=oid, estimated_rows=estimated_rows, started=started, error="")
 
     def advance(self, name: str, *, is_last: bool = False, **progress: Any) -> RequestState:
-        """A chunk was released: chunks, rows (since its start), last_key and keys_done have these values now."""
+        """Record a released chunk: the new values of chunks, rows (since its start), last_key and keys_done."""
         ended = {"status": "done", "finished": time.time()} if is_last else {}
-        progress["last_key"] = progress.get("last_key") and tuple(progress["last_key"])  # a list, after a crash
+        progress["last_key"] = progress.get("last_key") and tuple(progress["last_key"])  # a list after a crash
         state = self._change(self._states[name], **progress, failures=0, retry_at=0.0, **ended)
         self._drop_old()
         return state
@@ -322,7 +327,8 @@ class RequestQueue:
         return state
 
     def fail(self, name: str, error: str, *, for_good: bool) -> RequestState:
-        """It cannot be done now. A kind that must not be missing is retried, unless it failed for good."""
+        """The request cannot be executed now. A kind whose rows must not be missing is retried, unless it failed
+        `for_good`."""
         state = self._states[name]
         if for_good or state.request.kind not in RETRIED:
             return self.end(name, "failed", error)
@@ -332,23 +338,23 @@ class RequestQueue:
         return self._change(state, status="failed", error=error, finished=now, failures=failures, retry_at=retry_at)
 
     def retry(self, name: str) -> RequestState:
-        """Retry a failed one. Its error stays until it makes progress."""
+        """Retry a failed request. Its error stays until it makes progress."""
         return self._change(self._states[name], status="queued", finished=0.0)
 
     def retry_all(self) -> None:
-        """Retry at once those that have not failed for good: a start may change things."""
+        """Retry everything that has not failed permanently, without waiting: a start may change things."""
         for state in [one for one in self._states.values() if one.is_retried]:
             self._change(state, status="queued", finished=0.0, failures=0)
 
     def heed(self, position: Position, requests: Iterable[SnapshotRequest] = (), *, bad: int = 0) -> None:
-        """A signal's requests, and the fact that it was obeyed, in one step."""
+        """Record a signal's requests and the fact that it was obeyed, in one step."""
         self._add(requests)
         self.heeded = max(self.heeded, position)
         self.bad_signals += bad
         self.save()
 
     def know(self, tables: Iterable[int], requests: Iterable[SnapshotRequest] = ()) -> None:
-        """The current tables, and requests for the rows of new ones, in one step."""
+        """Record the current tables, and requests for the rows of new ones, in one step."""
         self._add(requests)
         self.tables = frozenset(tables)
         self.save()
@@ -364,7 +370,7 @@ class RequestQueue:
 
     def _find(self, name: str, *statuses: str) -> RequestState:
         fitting = [one for one in self._states.values() if one.status in statuses]
-        if not name:  # a reload is nobody's request: without it a copy would never go on
+        if not name:  # without a name, skip reloads: no user requested them, and a copy would stay incomplete
             fitting = [one for one in fitting if one.request.kind != "reload"]
         fitting.sort(key=lambda one: one.status != "running")
         found = next((one for one in fitting if name in ("", one.id)), None)

@@ -1,4 +1,4 @@
-"""Sentinels: marks in the stream that stand behind everything committed before they were asked for (`pgcdc sentinel`)."""
+"""Sentinels: marks in the stream after everything committed before they were requested (`pgcdc sentinel`)."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ KEPT = 100
 
 
 class Sentinels:
-    """The last sentinels by their ids, in memory: after a crash whoever waits asks for the same id again."""
+    """The last sentinels by id, in memory: after a crash, whoever waits asks for the same id again."""
 
     def __init__(self, marks: Marks) -> None:
         self._marks = marks
-        self._known: dict[str, Position | None] = {}  # None: the stream has not come that far
+        self._known: dict[str, Position | None] = {}  # None: the stream has not reached it yet
 
     def has(self, name: str) -> bool:
         return name in self._known
 
     def ask(self, name: str, sql: Connection | None) -> Position | None:
-        """Where the sentinel of this id ends; None while it is on its way. An unknown id is a new sentinel."""
+        """Where the sentinel with this id ends; None while it is pending. An unknown id creates a new sentinel."""
         if name not in self._known:
             if sql is None or sql.closed:
                 raise ConnectionLost(

@@ -1,8 +1,9 @@
 """The stream's changes to a chunk's rows while it was read, folded into the chunk before its release.
 
-The window opens before the chunk's snapshot is taken, and closes when the stream has passed that snapshot. So it has every
-change that the snapshot does not see, and maybe some that it does. Both are folded: the last change of a row in the window
-is at least as new as the chunk, and a column that no change of the window has written is current in the chunk.
+The window opens before the chunk's snapshot is taken, and closes when the stream has passed that snapshot. So it has
+every change that the snapshot does not see, and maybe some that it does. Both are folded. That is correct because the
+last change of a row in the window is at least as new as the chunk, and a column that no change in the window has
+written is current in the chunk.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ Key = tuple[bytes, ...]  # The values of the key's columns
 
 
 class Change(NamedTuple):
-    """One change of a row, by its keys. A key that was not sent is None."""
+    """One change of a row, with its keys. A key that was not sent is None."""
 
     op: int
     key: Key | None
-    old_key: Key | None  # Only where it is another one
+    old_key: Key | None  # Only where it differs
     new: list[bytes | None]
     unchanged: frozenset[int]  # Columns of `new` that were not sent
 
@@ -49,7 +50,7 @@ class Chunk:
 
     values: list[pa.Array]
     columns: int
-    key: tuple[int, ...]  # Which columns are the key, in its order
+    key: tuple[int, ...]  # The columns of the key, in its order
 
     @property
     def key_columns(self) -> list[pa.Array]:
@@ -76,7 +77,7 @@ class Chunk:
     def rows_without(
         self, touched: npt.NDArray[np.int64], replaced: list[list[bytes | None]]
     ) -> Iterator[pa.RecordBatch]:
-        """The rows without some, and with others in their place, as changes."""
+        """The rows as changes, without the touched ones and with their replacements."""
         first = 0
         for values in self.values:
             count = len(values) // self.columns
@@ -99,27 +100,27 @@ class Window:
     oid: int
     key: tuple[str, ...]
     limit_bytes: int = WINDOW_BYTES
-    relations: set[Relation] = field(default_factory=set)  # The shapes that the changes had
+    relations: set[Relation] = field(default_factory=set)  # The shapes of these changes
     nbytes: int = 0
-    is_full: bool = False  # It grew too large, and changes were left out: read the chunk again
+    is_full: bool = False  # It grew too large, and changes were dropped: read the chunk again
     _parts: list[tuple[pa.RecordBatch, Relation]] = field(default_factory=list)
     _wanted: list[pa.Array] | None = None
 
     def see(self, rows: pa.RecordBatch, relation: Relation) -> None:
-        """Changes of the table, all of one shape."""
+        """Take changes of the table, all of one shape."""
         self.relations.add(relation)
         if not self.is_full and set(self.key) <= {column.name for column in relation.columns}:
             self._keep(rows, relation)
 
     def narrow(self, keys: list[pa.Array]) -> None:
-        """Only changes of these keys (an array per column) matter, past and future."""
+        """Keep only changes of these keys (an array per column), past and future."""
         self._wanted = keys
         parts, self._parts, self.nbytes = self._parts, [], 0
         for rows, relation in parts:
             self._keep(rows, relation)
 
     def changes(self) -> Iterator[Change]:
-        """What is left to be folded, in stream order."""
+        """The changes still to fold, in stream order."""
         for rows, relation in self._parts:
             yield from changes_of(rows, relation, self.key)
 
@@ -133,7 +134,7 @@ class Window:
             self.is_full, self._parts = True, []
 
     def _touches(self, rows: pa.RecordBatch, relation: Relation) -> pa.Array:
-        """Changes that may have wanted keys: checked column by column, which excludes nearly all others."""
+        """Changes that may have wanted keys. Checked column by column, which excludes nearly all others."""
         assert self._wanted is not None
         names = [column.name for column in relation.columns]
         touches = np.asarray(rows.column("op").to_numpy() == Op.TRUNCATE)
@@ -148,11 +149,11 @@ class Window:
             touches |= fits & is_row
         return pa.array(touches)
 
-    # --- what becomes of the chunk
+    # --- folding into the chunk
 
     def fold(self, chunk: Chunk) -> tuple[npt.NDArray[np.int64], list[list[bytes | None]]] | None:
-        """Numbers of the rows that changed since they were read, and their current values. None if the stream did not say
-        which rows it changed."""
+        """Numbers of the rows that changed since they were read, and their current values. None if the stream did not
+        say which rows it changed."""
         changes = list(self.changes())
         if any(change.key is None and change.op != Op.TRUNCATE for change in changes):
             return None
@@ -173,7 +174,8 @@ class Window:
             elif not change.unchanged:
                 rows[change.key] = change.new
             elif change.old_key is not None:
-                rows[change.key] = None  # its long values are another row's: it is among the moved keys, and read later
+                # its long values were read under another key: it is among the moved keys, and read later
+                rows[change.key] = None
             else:
                 before = rows[change.key] if change.key in rows else chunk.row(numbers[change.key])
                 if before is not None:
@@ -185,7 +187,7 @@ class Window:
         return touched, [row for row in rows.values() if row is not None]
 
     def find_vanished(self, chunk: Chunk, keys: Iterable[Key]) -> list[Key] | None:
-        """The keys that are not in the chunk, and not in the stream since. None if the stream did not say which rows it
+        """The keys that are neither in the chunk nor in the stream since. None if the stream did not say which rows it
         changed."""
         touched = set(chunk.numbers())
         for change in self.changes():
@@ -198,7 +200,7 @@ class Window:
 
 
 def rows_of(batch: CaptureBatch, oids: Iterable[int]) -> Iterator[tuple[pa.RecordBatch, Relation]]:
-    """The changes of these tables in a batch; one shape at a time, in order for each table."""
+    """The changes of these tables in a batch: one shape at a time, in order for each table."""
     if batch.part is None:
         return
     wanted = set(oids)
@@ -215,7 +217,7 @@ def rows_of(batch: CaptureBatch, oids: Iterable[int]) -> Iterator[tuple[pa.Recor
 
 
 def changes_of(rows: pa.RecordBatch, relation: Relation, key: Sequence[str]) -> Iterator[Change]:
-    """Changes of one shape, one by one."""
+    """The changes of one shape, one by one."""
     names = [column.name for column in relation.columns]
     at = [names.index(name) for name in key]
     columns = (rows.column(name).to_pylist() for name in ("op", "new", "old", "old_kind", "unchanged"))
@@ -238,7 +240,7 @@ def _key(values: Iterable[bytes | None]) -> Key | None:
 
 
 def key_moves(rows: pa.RecordBatch, relation: Relation) -> list[tuple[Key, Key]]:
-    """Old and new key of rows that got another key while some of their long values were not sent. Values of the replica
+    """Old and new keys of rows whose key changed while some of their long values were not sent. Values of the replica
     identity, in column order: see `identity_columns`."""
     has_old = rows.column("old_kind").to_numpy() == OldKind.KEY
     has_marks = rows.column("unchanged").is_valid().to_numpy(zero_copy_only=False)
@@ -254,16 +256,16 @@ def key_moves(rows: pa.RecordBatch, relation: Relation) -> list[tuple[Key, Key]]
 
 
 class StreamedXids:
-    """The last transactions of the stream, to find commits that a snapshot does not see yet. A commit is in the WAL, and may
-    be streamed, before the server makes it visible; with synchronous replication long before. Numbers have 32 bits, as in
-    the stream."""
+    """The last transactions of the stream, to find commits that a snapshot does not see yet. A commit is in the WAL,
+    and may be streamed, before the server makes it visible; with synchronous replication, long before. Numbers have 32
+    bits, as in the stream."""
 
     def __init__(self, size: int = XIDS) -> None:
         self._ring = np.zeros(size, np.uint32)
         self._at = self._count = 0
 
     def add(self, xids: npt.NDArray[np.int64]) -> None:
-        """These transactions were handed on; 0 stands for none."""
+        """Add transactions that were passed on; 0 stands for none."""
         xids = xids[xids != 0][-len(self._ring) :]
         places = (self._at + np.arange(len(xids))) % len(self._ring)
         self._ring[places] = xids.astype(np.uint32)
@@ -274,7 +276,7 @@ class StreamedXids:
         return self._ring[: self._count].copy()
 
 
-# --- changes of the stream that a table's rows already had when they were read
+# --- changes of the stream that a table's rows already contained when they were read
 
 _HALF = 1 << 31
 
@@ -283,7 +285,7 @@ def is_visible(xids: npt.NDArray[np.int64], snapshot: str) -> npt.NDArray[np.boo
     """Which of these transactions a pg_snapshot (`xmin:xmax:xip,...`) sees. They have 32 bits, as in the stream."""
     _, xmax, running = snapshot.split(":")
     last = int(xmax)
-    # The 64 bits nearest to the snapshot: nothing else can be in the stream beside it.
+    # The 64-bit number nearest to the snapshot: no other can occur in the stream together with it.
     distance = (xids - last + _HALF) % (2 * _HALF) - _HALF
     full = last + distance
     in_progress = np.array([int(one) for one in running.split(",") if one], np.int64)
@@ -292,7 +294,7 @@ def is_visible(xids: npt.NDArray[np.int64], snapshot: str) -> npt.NDArray[np.boo
 
 
 def leave_out(batch: CaptureBatch, rules: Sequence[SkipRule]) -> CaptureBatch:
-    """The batch without what a younger snapshot than the slot's saw. Positions stay the same."""
+    """The batch without the changes that a snapshot younger than the slot's saw. Positions stay the same."""
     lsns = batch.transactions.column("commit").to_numpy()
     if batch.part is None or not len(lsns) or lsns[0] > max((rule.lsn for rule in rules), default=0):
         return batch
@@ -316,33 +318,33 @@ def leave_out(batch: CaptureBatch, rules: Sequence[SkipRule]) -> CaptureBatch:
     return replace(batch, part=part, transactions=transactions)
 
 
-# --- chunks of given keys: files with one per line
+# --- chunks of given keys: files with one key per line
 
 
 class MovedKeys:
-    """Keys of one request whose rows moved from the unread part to the read part. Texts, by column name.
+    """Keys of one request whose rows moved from the unread part to the read part, as texts by column name.
 
-    An UPDATE has the whole new row, so this is harmless, except for long values that it does not change: these are not in
-    the stream, and a receiver without the row would never get them. So the new keys of such rows are recorded durably before
-    the change becomes visible, and read last.
+    An UPDATE contains the whole new row, so this is harmless, except for long values that it does not change: these are
+    not in the stream, and a receiver without the row would never get them. So the new keys of such rows are recorded
+    durably before the change becomes visible, and read last.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._pending: set[Key] | None = None
-        read_lines(path)  # cuts off what a crash left half-written: the change comes again
+        read_lines(path)  # cuts off a line that a crash left incomplete: the change comes again
 
     @property
     def nbytes(self) -> int:
         return self.path.stat().st_size if self.path.exists() else 0
 
     def add(self, moves: Iterable[tuple[Key, Key]], columns: list[str], done: int) -> None:
-        """Old and new keys, by `columns`. When all else was read (`done` >= 0), only unread ones count."""
+        """Add old and new keys, by `columns`. Once everything else was read (`done` >= 0), only unread ones count."""
         wanted = list(moves)
         if done >= 0:
             pending = self._load_pending(columns, done)
             kept = []
-            for old, new in wanted:  # in order: a row may move on
+            for old, new in wanted:  # in order: a row may move again
                 if old in pending:
                     pending.add(new)
                     kept.append((old, new))
@@ -352,7 +354,7 @@ class MovedKeys:
             append_lines(self.path, [dict(zip(columns, key, strict=True)) for key in texts])
 
     def read(self, done: int, count: int, key: tuple[str, ...]) -> tuple[tuple[tuple[str, ...], ...], int]:
-        """The next keys, each once, in the order of `key`, and how many bytes are then done."""
+        """The next distinct keys, in the order of `key`, and the number of bytes processed after them."""
         found: dict[tuple[str, ...], None] = {}
         for raw, size in decode_lines(self.path.read_bytes()[done:] if self.nbytes else b""):
             if len(found) == count:
@@ -363,7 +365,7 @@ class MovedKeys:
         return tuple(found), done
 
     def move_on(self) -> None:
-        """Some of it was read, and is no longer pending."""
+        """Some keys were read and are no longer pending."""
         self._pending = None
 
     def _load_pending(self, columns: list[str], done: int) -> set[Key]:
@@ -376,7 +378,8 @@ class MovedKeys:
 def read_candidates(
     keys_file: str, begin: int, count: int, table: PublishedTable
 ) -> tuple[tuple[tuple[str, ...], ...], int]:
-    """The next keys of a sink that the table may have lost, each once, and how many bytes are done. None: at the end."""
+    """The next distinct keys of a sink that the table may no longer have, and the number of bytes processed. Empty at
+    the end."""
     found: dict[tuple[str, ...], None] = {}
     try:
         with open(keys_file, "rb") as file:
