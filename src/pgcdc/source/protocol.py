@@ -1,8 +1,8 @@
-"""What a source is to everybody else: all that capture, spool, Spark, sinks and acks know of a database.
+"""What a source is to the rest of the product: all that capture, spool, Spark, sinks and acks know about a database.
 
-A `Source` is one database with its settings. The capture process opens its `ChangeStream`, moves what `poll` gives into the
-spool, and confirms what every consumer has made durable. Rows of snapshots come out of the same stream, at their positions.
-Queries of single tables ask the source for their columns, and `snapshot` for the rows that they have.
+A `Source` is one database with its settings. The capture process opens its `ChangeStream`, moves the batches from
+`poll` to the spool, and confirms what every consumer has made durable. Snapshot rows come out of the same stream, at
+their positions. Queries of single tables ask the source for their columns, and `snapshot` for their existing rows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pydantic import ConfigDict, Field
 from pgcdc.core.errors import ConfigError
 from pgcdc.core.settings import Options, Seconds
 
-if TYPE_CHECKING:  # whoever reads settings needs none of these
+if TYPE_CHECKING:  # code that only reads settings needs none of these
     import pyarrow as pa
 
     from pgcdc.core.position import Position
@@ -37,24 +37,24 @@ class SourceOptions(Options):
     """Every setting of one kind of source."""
 
     kind: ClassVar[str]  # The name of its source
-    spark_names: ClassVar[Mapping[str, str]] = {}  # Options of Spark whose name differs from their setting's
+    spark_names: ClassVar[Mapping[str, str]] = {}  # Spark options whose name differs from the setting's
     spark_hidden: ClassVar[Mapping[str, Mapping[str, str]]] = {}
-    """Switches that are no options of Spark: other words, and what they say of other settings."""
+    """Aliases that Spark does not offer as options, and the settings that each stands for."""
 
     def resolved(self) -> Self:
-        """With what the environment of this host says in place of what was not given: a secret, above all."""
+        """These options with values from this host's environment for those not given, especially secrets."""
         return self
 
     def check_visible(self) -> None:
-        """Raise ConfigError for a secret in what is given: others will see it."""
+        """Raise ConfigError if a given value contains a secret: others would see it."""
 
     def check_table(self, table: str) -> None:
-        """Raise ConfigError if the settings say that the changes of this table are not captured."""
+        """Raise ConfigError if these settings do not capture changes of this table."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at (`pgcdc validate`)."""
+    """The result of one check (`pgcdc validate`)."""
 
     name: str
     status: Literal["ok", "failed", "skipped"]
@@ -67,15 +67,15 @@ class Prepared:
     """A source that can be read."""
 
     identity: Identity
-    tables: frozenset[str] = frozenset()  # Those that are captured
-    notes: tuple[str, ...] = ()  # For people: what was changed, and what is captured only in part
+    tables: frozenset[str] = frozenset()  # The captured tables
+    notes: tuple[str, ...] = ()  # For the user: what was changed, and what is captured only in part
     undo: Callable[[], object] = lambda: None
-    """Takes back what was made in the database and outlives its slot: for a trial."""
+    """Removes what was created in the database and outlives the slot: for a trial run."""
 
 
 @dataclass(frozen=True, slots=True)
 class ColumnsQuery:
-    """Which columns a query asks for: those since `change`, else as they were `noted`, else as they are now."""
+    """Which columns a query asks for: those since `change`, else as they were `noted`, else the current ones."""
 
     table: tuple[str, str]
     types: TypeOptions
@@ -85,100 +85,105 @@ class ColumnsQuery:
 
 
 class RowsOptions(Options):
-    """How the rows of a table are read."""
+    """How to read the rows of a table."""
 
     model_config = ConfigDict(populate_by_name=True)
 
-    partitions: int | None = Field(None, ge=1)  # How many tasks read; None: by the size of the table
+    partitions: int | None = Field(None, ge=1)  # The number of tasks that read; None: depends on the table's size
     where: str = ""  # Only rows for which this is true, in SQL
     snapshot_keep: Seconds = Field(300.0, gt=0)  # How long the snapshot is held after the last read
-    metadata: bool = True  # With the columns of typed changes (`_op` and the others), so that both have the same schema
+    metadata: bool = True  # Add the columns of typed changes (`_op` and the others), so that both have the same schema
     held: str = Field("", alias="_held")
-    """Read in this snapshot (`HeldSnapshot.to_text`), which who gives it holds (`pgcdc snapshot`)."""
+    """Read in this snapshot (`HeldSnapshot.to_text`), which the caller holds (`pgcdc snapshot`)."""
     files: str = Field("", alias="_files")  # With `held`: `chunks.files_text` of the table when the snapshot was taken
 
 
 class TableRows(Protocol):
-    """The rows that a table has, all of one moment. Picklable: it travels to the executors, without a secret."""
+    """The rows of a table, all as of one moment. Picklable: it is sent to the executors, without a secret."""
 
     title: str
     columns: tuple[TypedColumn, ...]
-    key: tuple[str, ...]  # Its primary key, as far as we may read it
+    key: tuple[str, ...]  # Its primary key, limited to columns that we may read
 
     def plan(self, names: list[str], wanted: RowsOptions, watch_pid: int) -> list[Any]:
-        """What each task reads, to be given to `read`. In the driver, which is the process `watch_pid`: a snapshot ends
-        with it. What cannot be read is refused here."""
+        """What each task reads, as input for `read`. Runs in the driver, which is the process `watch_pid`: the snapshot
+        is released when it ends. Raises for anything that cannot be read."""
 
     def read(self, part: Any, names: list[str], where: str) -> Iterator[pa.Array]:
-        """The values of these columns, row by row. On any host."""
+        """The values of these columns, row by row. Runs on any host."""
 
 
 class Settled(NamedTuple):
-    """What has become of the rows that were asked for, by snapshots of any kind."""
+    """The progress of requested snapshots of any kind."""
 
-    end: Position | None  # Where all of them have been put; None while some are still to be read
-    initial_end: Position | None  # Where those of the initial snapshot end; None while it is under way
-    only: bool = False  # Nothing but the initial snapshot is wanted
+    end: Position | None  # The position after all their rows; None while some are still to be read
+    initial_end: Position | None  # The position after the initial snapshot's rows; None while it is running
+    only: bool = False  # Only the initial snapshot is wanted
 
 
 class ChangeStream(Protocol):
-    """Changes in their order, from one database. Whatever may wait for the database raises ConnectionLost."""
+    """The changes of one database, in order. Every method that may wait for the database raises ConnectionLost."""
 
-    phase: str  # What it does, for people
+    phase: str  # Its current activity, for the status
     is_drained: bool
-    """Whether the last `poll` has taken everything that was here: if not, poll again instead of waiting."""
+    """Whether the last `poll` took everything available; if not, poll again instead of waiting."""
 
     @property
     def is_connected(self) -> bool:
-        """Whether there is something to poll; else `connect`."""
+        """Whether there is something to poll; otherwise call `connect`."""
 
     @property
     def can_reconnect(self) -> bool:
-        """Whether a lost connection may be made again: not if what it read from has gone with it."""
+        """Whether a lost connection can be restored: not if the thing it read from is gone as well."""
 
     @property
     def reached(self) -> int:
-        """The last commit that was handed out."""
+        """The last commit that was returned."""
 
     @property
     def confirmed(self) -> int:
-        """The last commit that the database need not send again; less than what was confirmed if it may not know yet."""
+        """The last commit that the database need not send again; less than the confirmed one if it may not know that
+        yet."""
 
     def fileno(self) -> int:
-        """Readable when `poll` or `tend` may have something to do."""
+        """A file descriptor that is readable when `poll` or `tend` may have something to do."""
 
     def connect(self) -> float:
-        """Connect; how many seconds to wait before the next attempt if that cannot be now, else 0."""
+        """Connect. Returns 0, or if that is impossible now the number of seconds to wait before the next attempt."""
 
     def lose(self) -> None:
-        """The connection is lost: close what is left of it, at once. What was read stays to be handed out."""
+        """The connection is lost: close the rest of it immediately. Changes already read are still returned."""
 
     def poll(self, *, may_read: bool, drain: bool) -> CaptureBatch | None:
-        """The next changes that are here; None if there are none. Each is appended to the spool before the next call.
-        Without `may_read` the spool is full: nothing is read. Without `drain` nobody waits: small ones may gather."""
+        """The next available changes, or None. Each batch is appended to the spool before the next call. Without
+        `may_read` the spool is full: nothing is read. Without `drain` nobody is waiting, and small transactions may be
+        combined."""
 
     def tend(self, needed: int, *, may_work: bool) -> float:
-        """Do what is due beside the changes; the seconds until the next time. Somebody waits for the commit `needed`."""
+        """Do the work that is due besides the changes; returns the seconds until the next call. Somebody is waiting for
+        the commit `needed`."""
 
     def target(self) -> int:
-        """The commit that stands for now: a run that delivers everything up to now ends behind it."""
+        """The commit that represents the present: a run that delivers everything up to now ends once it is past this
+        commit."""
 
     def clock(self) -> tuple[int, int]:
-        """A commit, and a moment (microseconds since 1970) before which nothing is committed behind it; (0, 0): none."""
+        """A commit, and a time (microseconds since 1970) before which no later commit was made; (0, 0): none."""
 
     def confirm(self, token: Token) -> None:
-        """Everything up to this transaction is durable at every consumer and never needed again. If batches of this source
-        have tokens, it is a saved one: with it the stream can be opened again."""
+        """Everything up to this transaction is durable at every consumer and never needed again. If batches of this
+        source have tokens, this is a saved one, with which the stream can be opened again."""
 
     def release(self, base: Position) -> None:
-        """Nobody needs anything up to `base` again."""
+        """Nothing up to `base` is needed again."""
 
     def settled(self, end: Position | None) -> Settled:
-        """What has become of snapshots. `end`: where the spool ends, None if that is inside of a transaction."""
+        """The progress of snapshots. `end`: the spool's end, None if that is inside a transaction."""
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Do what only this source understands: `do: snapshot`, and `do: sentinel`, whose answer has the `position` behind
-        everything that was committed when its `id` was first asked for; None while that is not known."""
+        """Handle requests that only this source understands: `do: snapshot` and `do: sentinel`. The answer to a
+        sentinel has the `position` after everything that was committed when its `id` was first requested; None while
+        that is unknown."""
 
     def status(self, confirmed: int) -> dict[str, Any]:
         """For `pgcdc status`."""
@@ -188,11 +193,12 @@ class ChangeStream(Protocol):
 
 
 class Source(Protocol):
-    """One database, with the settings of its capture, and what the environment adds. To make one touches nothing."""
+    """One database, with the settings of its capture and the values from the environment. Creating one has no effect on
+    the database."""
 
     options_type: ClassVar[type[SourceOptions]]
     no_requests: ClassVar[tuple[str, str] | None]
-    """Why nobody can ask for snapshots beside the stream, and what to do instead; None: everybody can (`do: snapshot`)."""
+    """Why snapshots cannot be requested beside the stream, and what to do instead; None: they can (`do: snapshot`)."""
     options: SourceOptions
 
     def __init__(self, options: SourceOptions) -> None: ...
@@ -200,61 +206,61 @@ class Source(Protocol):
     # --- the capture
 
     def check(self, state: StateDir, consumer: str) -> Iterator[Finding]:
-        """Whether `prepare` would do, step by step. Nothing is left behind."""
+        """Whether `prepare` would succeed, step by step. Leaves nothing behind."""
 
     def tables(self, state: StateDir) -> list[Relation]:
         """The tables that are captured, or would be."""
 
     def captured(self, identity: Identity) -> list[Relation]:
-        """The tables that are captured, as they are now."""
+        """The captured tables in their current shape."""
 
     def prepare(self, state: StateDir, *, consumer: str, say: Callable[[str], object] = lambda text: None) -> Prepared:
-        """Make what a capture needs, in the database and in the state directory, unless it is there. Raises with advice for
-        whatever cannot be, and then nothing new is left behind. `consumer` is who asks. What has to wait for others says so
-        with `say`, again and again; `say` may raise to end that."""
+        """Create what a capture needs, in the database and in the state directory, unless it exists. Raises with advice
+        if that is impossible, and then leaves nothing new behind. `consumer` is the caller. Anything that has to wait
+        for others reports it repeatedly through `say`, which may raise to stop the wait."""
 
     def follow_tables(self, state: StateDir) -> tuple[frozenset[str], tuple[str, ...]]:
-        """Capture tables that were created meanwhile, if the settings want that. Returns all that are captured then, and for
-        people what is captured only in part."""
+        """Capture tables that were created meanwhile, if the settings ask for it. Returns all tables captured then, and
+        notes for the user about those captured only in part."""
 
     def has_confirmed(self, commit: int) -> bool:
-        """Whether the database has taken the confirmation of this commit; it gets a moment for it."""
+        """Whether the database has accepted the confirmation of this commit; waits briefly for it."""
 
     def join(self, identity: Identity, status: Mapping[str, Any], *, is_typed: bool) -> None:
-        """Raise ConfigError if the capture of `identity`, which runs and says `status`, captures something else."""
+        """Raise ConfigError if the running capture of `identity`, which reports `status`, captures something else."""
 
     def open(self, token: Token, state: StateDir, spool: SpoolWriter, consumers: Consumers) -> ChangeStream:
-        """The changes behind what the spool has (`spool.resume_lsn`); not connected yet. `token` is what the source itself
-        said of the last transaction there, or of one before: then it reads again, and leaves out, what lies between. It is
-        empty if the batches of this source have no tokens."""
+        """The changes after those in the spool (`spool.resume_lsn`); not connected yet. `token` is the source's own
+        token of the last transaction there, or of an earlier one; then it reads the transactions in between again and
+        omits them. It is empty if the batches of this source have no tokens."""
 
     # --- single tables
 
     def of_table(self, table: str, identity: Identity | None) -> Source:
-        """The same for a query that names nothing but its table: it captures that, or what is captured already."""
+        """The same source for a query that names only its table: it captures that table, or what is already captured."""
 
     def typed_columns(self, state: StateDir, wanted: ColumnsQuery) -> tuple[TypedColumn, ...]:
-        """The columns in which changes of a table come. Raises with advice if there is no such table, or if its changes
-        cannot be had in that form."""
+        """The columns that changes of a table have. Raises with advice if there is no such table, or if its changes are
+        not available in that form."""
 
     def check_captured(self, identity: Identity, table: str, *, zset: bool) -> None:
-        """Raise if the changes of the table do not come: a query for it would wait forever."""
+        """Raise if the changes of the table are not captured: a query for it would wait forever."""
 
     def snapshot(self, table: str, types: TypeOptions) -> TableRows:
-        """The rows that a table has."""
+        """The existing rows of a table."""
 
 
-# --- the sources that there are, by their names; each is imported when it is asked for
+# --- the available sources, by name; each is imported only when requested
 #
-# A package of somebody else adds one with an entry point of the group `pgcdc.sources`.
+# Another package can add one with an entry point of the group `pgcdc.sources`.
 
 _OURS = {
     "postgres": ("pgcdc.source.postgres.source:PostgresSource", "pgcdc.source.postgres.options:PostgresOptions"),
     "rate": ("pgcdc.source.rate.source:RateSource", "pgcdc.source.rate.options:RateOptions"),
 }
-"""The class, and its options: whoever reads settings loads no more than these."""
+"""Each source's class and its options class: code that reads settings loads only the latter."""
 _DETECTORS = {"wal": "postgres", "rate": "rate"}
-"""What the manual calls them; those of other packages have their own names."""
+"""Their names in the manual; sources of other packages have their own names."""
 
 
 def _others() -> dict[str, EntryPoint]:
@@ -266,7 +272,7 @@ def source_names() -> list[str]:
 
 
 def find_source(name: str) -> type[Source]:
-    """The source of that name. ConfigError names what is nearest if there is none."""
+    """The source with this name. If there is none, raises ConfigError with the closest name."""
     name = _DETECTORS.get(name, name)
     found = _OURS.get(name)
     if found is None and name not in (others := _others()):
@@ -282,7 +288,7 @@ def find_options(name: str) -> type[SourceOptions]:
 
 
 def check_detector(name: str) -> None:
-    """Raise ConfigError, with what is nearest, if the setting `detector` names no source."""
+    """Raise ConfigError, with the closest name, if the setting `detector` names no source."""
     if name not in _DETECTORS and name not in _others():
         raise _unknown("detector", name, [*_DETECTORS, *sorted(_others())])
 
@@ -294,7 +300,7 @@ def _unknown(what: str, name: str, names: list[str]) -> ConfigError:
 
 
 def make_source(options: SourceOptions | dict[str, Any], kind: str = "") -> Source:
-    """The source of these settings; if they are JSON, of that kind."""
+    """The source for these settings; `kind` names it if they are JSON."""
     if isinstance(options, dict):
         found = find_source(kind)
         return found(found.options_type.model_validate(options))

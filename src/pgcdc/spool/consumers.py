@@ -1,5 +1,5 @@
-"""Who reads the spool, and how far each consumer has made it durable. The minimum of all acks may be confirmed. It is
-durable here *before* it is confirmed to the source, so a slot that is ahead of this file was moved by someone else."""
+"""The readers of the spool, and how far each has made it durable. The minimum of all acks may be confirmed. That minimum
+is durable here *before* it is confirmed to the source. So if a slot is ahead of this file, somebody else moved it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SIDE_LANE = re.compile(rf"{MAIN}~.+~[0-9]+")
 
 
 def is_side_lane(name: str) -> bool:
-    """Whether a consumer is one of `pgcdc listen` for a single adapter (`run/roster.py`)."""
+    """Whether a consumer is `pgcdc listen` serving a single adapter (`run/roster.py`)."""
     return _SIDE_LANE.fullmatch(name) is not None
 
 
@@ -27,22 +27,22 @@ def is_side_lane(name: str) -> bool:
 class Consumer:
     """One reader of the spool."""
 
-    initial: Position  # Where it began: Spark asks again after a crash in its first batch, and must get the same answer
+    initial: Position  # Where it began: after a crash in its first batch Spark asks again, and must get the same answer
     ack: Position
-    confirmable: int  # The last transaction END that its acks have covered
+    confirmable: int  # The last END of a transaction that its acks cover
 
 
 class Consumers:
-    """The consumers of one slot, and what was confirmed."""
+    """The consumers of one slot, and the confirmed position."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         raw: dict[str, Any] = read_json(path) or {}
         self.confirmed_lsn: int = raw.get("confirmed_lsn", 0)
         self._floor = Position.parse(raw["floor"]) if "floor" in raw else Position.at(0, 0)
-        """Released while other consumers existed: nobody can begin before it."""
+        """Up to here the spool was released while other consumers existed: no consumer can start before it."""
         commit, value = raw.get("token", (0, ""))
-        self.token = Token(commit, bytes.fromhex(value))  # The last one of what was confirmed
+        self.token = Token(commit, bytes.fromhex(value))  # The last token of the confirmed transactions
         self._dirty = False
         self._consumers = {
             name: Consumer(Position.parse(one["initial"]), Position.parse(one["ack"]), one["confirmable"])
@@ -59,8 +59,8 @@ class Consumers:
         return sorted(self._consumers)
 
     def join(self, name: str, start: Position | None = None) -> Consumer:
-        """The consumer of that name; a new one begins at `start`, or with everything kept. Durable when this returns.
-        GapError if what follows `start` is not kept."""
+        """The consumer with this name; a new one begins at `start`, or with everything kept. Durable when this returns.
+        Raises GapError if the changes after `start` are no longer kept."""
         if name not in self._consumers:
             start = self.base if start is None else start
             if start < self.base:
@@ -82,7 +82,7 @@ class Consumers:
         self._save()
 
     def ack(self, name: str, position: Position) -> None:
-        """The consumer made everything up to `position` durable."""
+        """The consumer has made everything up to `position` durable."""
         consumer = self._consumers.get(name)
         if consumer is None:
             raise ConfigError(
@@ -95,14 +95,14 @@ class Consumers:
             self._dirty = True
 
     def confirmable(self, token_at: Callable[[int], Token] = lambda commit: NO_TOKEN) -> int:
-        """What may be confirmed to the source now, with its last token; durable here when this returns."""
+        """What may be confirmed to the source now. This and its last token are durable here when this returns."""
         if not self._consumers:
             return self.confirmed_lsn
         lsn = min(consumer.confirmable for consumer in self._consumers.values())
         token = token_at(lsn)
         if lsn > self.confirmed_lsn:
             self.confirmed_lsn, self._dirty = lsn, True
-        if token.commit > self.token.commit:  # also later: an ack may be ahead of what was read again
+        if token.commit > self.token.commit:  # may come later: an ack may be ahead of what was read again
             self.token, self._dirty = token, True
         if self._dirty:
             self._save()
@@ -110,20 +110,21 @@ class Consumers:
 
     @property
     def base(self) -> Position:
-        """What nobody needs again: the confirmed position, and the rows behind it that all have acknowledged."""
+        """The position up to which nothing is needed: the confirmed one, plus the snapshot rows after it that all
+        consumers have acknowledged."""
         base = max(Position.end(self.confirmed_lsn), self._floor)
         acks = [consumer.ack for consumer in self._consumers.values()]
         acked = min(acks, default=base)
         return acked if acked > base and acked.is_snapshot and acked.commit == self.confirmed_lsn else base
 
     def begin(self, lsn: int) -> None:
-        """A new slot: it has confirmed `lsn`, and nobody reads yet."""
+        """A new slot: it has confirmed `lsn`, and has no consumers yet."""
         self.confirmed_lsn, self.token = lsn, NO_TOKEN
         self._floor = Position.at(0, 0)
         self._save()
 
     def to_json(self) -> dict[str, Any]:
-        """For the file, and for `pgcdc status`."""
+        """The form in the file and in `pgcdc status`."""
         return {
             "confirmed_lsn": self.confirmed_lsn,
             "floor": str(self._floor),

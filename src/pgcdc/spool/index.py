@@ -1,8 +1,8 @@
 """The spool's index: its segments, in order, and the transactions they hold.
 
 The index is a list of chunk files (`index-00000001.log`). A chunk is a list of records, each framed with its length and
-checksum, so that a half-written one is recognised. A chunk's first record says where the chunk begins. A chunk is deleted
-once everything in it is delivered, so the index does not grow with time.
+checksum, so that an incomplete one is recognised. A chunk's first record says where the chunk begins. A chunk is
+deleted once everything in it is delivered, so the index does not grow over time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MAGIC = 0x70674344
 _STORED = ("file", "written", "rows", "relations", "since_us", "is_base")
 
 
-Place = tuple[int, int, int]  # Number of the chunk, and where in it a record begins and ends
+Place = tuple[int, int, int]  # Number of the chunk, and the record's start and end in it
 
 
 class Token(NamedTuple):
@@ -41,21 +41,21 @@ NO_TOKEN = Token(0, b"")
 
 @dataclass(frozen=True, slots=True)
 class IndexRecord:
-    """One step of the stream: a segment, or (without a file) a position that moved without changes."""
+    """One step of the stream: a segment, or (without a file) a new position without changes."""
 
     end: Position
     file: str = ""
     written: Written = (0, 0)
     rows: int = 0
-    relations: int = 0  # How many relations were known: the segment names none beyond
-    since_us: int = 0  # When the first transaction of the segment was committed, in microseconds since 1970
-    is_base: bool = False  # The first record of a chunk: everything up to `end` stood in earlier chunks
-    token: bytes = b""  # What the source needs to go on behind `end`, if a number is not enough for it
-    place: Place = (0, 0, 0)  # Where it stands; the segment's transactions are loaded from there when needed
+    relations: int = 0  # The number of relations known: the segment refers to no later ones
+    since_us: int = 0  # Commit time of the segment's first transaction, in microseconds since 1970
+    is_base: bool = False  # The first record of a chunk: everything up to `end` was in earlier chunks
+    token: bytes = b""  # What the source needs to continue after `end`, if a number is not enough
+    place: Place = (0, 0, 0)  # Its location; the segment's transactions are loaded from there when needed
 
 
 def encode_record(record: IndexRecord, transactions: pa.RecordBatch | None = None) -> bytes:
-    """The framed bytes of one record with the transactions of its segment."""
+    """The framed bytes of one record, including the transactions of its segment."""
     header: dict[str, Any] = {"end": str(record.end)}
     header |= {name: value for name in _STORED if (value := getattr(record, name))}
     if record.token:
@@ -67,8 +67,8 @@ def encode_record(record: IndexRecord, transactions: pa.RecordBatch | None = Non
 
 
 def scan_records(data: bytes, where: str, chunk: int, begin: int = 0) -> Iterator[IndexRecord]:
-    """The complete records in `data`, which starts at `begin` in chunk `chunk`, without transactions. An incomplete tail is
-    skipped; damage raises."""
+    """The complete records in `data`, which starts at `begin` in chunk `chunk`, without transactions. Skips an
+    incomplete tail; raises for damage."""
     start = begin
     for header, _, end in _frames(data, where):
         yield _decode(header, (chunk, start, begin + end))

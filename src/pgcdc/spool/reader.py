@@ -1,4 +1,4 @@
-"""The queries' side of the spool: follow the index, and find the rows of segments in (start, end]."""
+"""The queries' side of the spool: follows the index, and finds the rows of segments in (start, end]."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Column = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class SegmentSlice:
-    """The part of one segment that lies in (start, end]. Small and picklable: what an executor needs to read it."""
+    """The part of one segment within (start, end]. Small and picklable: what an executor needs to read it."""
 
     path: str
     written: Written
@@ -37,8 +37,8 @@ class SegmentSlice:
 
 
 class SpoolReader:
-    """Follows the index as it grows. Not thread-safe. Keeps a few words per undelivered segment; transactions stay in the
-    index until needed."""
+    """Follows the index as it grows. Not thread-safe. Keeps only a little memory per undelivered segment; transactions
+    stay in the index until needed."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -51,7 +51,7 @@ class SpoolReader:
         self._relation_lines = GrowingLines(folder / "relations.jsonl")
 
     def refresh(self) -> None:
-        """Take in what was appended since the last call."""
+        """Read what was appended since the last call."""
         if self._chunk == 0:
             chunks = list_chunks(self._folder)
             if not chunks:
@@ -61,7 +61,7 @@ class SpoolReader:
             self._read_chunk()
             if not chunk_path(self._folder, self._chunk + 1).exists():
                 return
-            self._read_chunk()  # what was appended between the two looks
+            self._read_chunk()  # records appended between the two checks
             self._chunk, self._offset = self._chunk + 1, 0
 
     def _read_chunk(self) -> None:
@@ -70,7 +70,7 @@ class SpoolReader:
             with open(path, "rb") as file:
                 file.seek(self._offset)
                 data = file.read()
-        except FileNotFoundError:  # all of it was released: continue with the first one left
+        except FileNotFoundError:  # it was released completely: continue with the first chunk left
             later = [number for number in map(chunk_number, list_chunks(self._folder)) if number > self._chunk]
             if later:
                 self._chunk, self._offset = later[0] - 1, 0
@@ -81,7 +81,7 @@ class SpoolReader:
 
     def _take(self, record: IndexRecord) -> None:
         if record.is_base:
-            if record.end != self.end:  # the first chunk, or one behind a hole: nothing before it may be served
+            if record.end != self.end:  # the first chunk, or one after a hole: nothing before it may be served
                 self.records.clear()
                 self.base = record.end
         elif record.file:
@@ -89,14 +89,14 @@ class SpoolReader:
         self.end = record.end
 
     def forget(self, position: Position) -> None:
-        """Drop everything up to `position` from memory: nobody will ask for it again."""
+        """Drop everything up to `position` from memory: no query asks for it again."""
         keep = bisect.bisect_right(self.records, position, key=lambda record: record.end)
         if keep:
             self.base = max(self.base, self.records[keep - 1].end)
             del self.records[:keep]
 
     def slices(self, start: Position, end: Position) -> list[SegmentSlice]:
-        """What to read for (start, end], in order. The caller made sure that the spool has reached `end`."""
+        """What to read for (start, end], in order. The caller must have made sure that the spool has reached `end`."""
         records = self.after(start)
         first = len(self.records) - len(records)
         ends = [self.records[first - 1].end if first else self.base, *(record.end for record in records)]
@@ -138,9 +138,9 @@ class SpoolReader:
 
 
 def plan_end(records: list[IndexRecord], end: Position, max_rows: int, max_bytes: int) -> Position | None:
-    """Where a batch of these records (those after its start) should end: as far as the limits allow, at a commit. `end` is
-    the spool's end. Only a transaction larger than the limits is split, at the end of a segment. None: wait for the rest of
-    a transaction."""
+    """Where a batch of these records (those after its start) should end: at a commit, as late as the limits allow.
+    `end` is the spool's end. Only a transaction larger than the limits is split, at the end of a segment. None: wait
+    for the rest of a transaction."""
     rows = size = 0
     commit: Position | None = None
     split: Position | None = None
@@ -165,10 +165,10 @@ def read_slice(
     addressed: bool = False,
     sentinels: bool = False,
 ) -> tuple[pa.Table, pa.Table]:
-    """The changes in range, and each row's transaction. With `markers`, a BEGIN before and a COMMIT after each transaction;
-    with `shapes`, a SCHEMA_CHANGE before the first row of each, or in place of its mark. Their positions depend on the
-    transaction alone, so that a replay with other cuts has the same ones. With `addressed`, also rows that are only for
-    some adapters. Sentinels are left out unless they are asked for."""
+    """The changes in range, and each row's transaction. With `markers`, a BEGIN before and a COMMIT after each
+    transaction. With `shapes`, a SCHEMA_CHANGE before the first row of each, or in place of its mark. Their positions
+    depend only on the transaction, so a replay with other cuts has the same ones. With `addressed`, also rows that are
+    for some adapters only. Sentinels are omitted unless requested."""
     table = open_segment(Path(piece.path), piece.written)
     transactions = pa.ipc.read_record_batch(pa.py_buffer(piece.transactions), TRANSACTIONS)
     counts = transactions.column("rows").to_numpy()
@@ -185,7 +185,7 @@ def read_slice(
     if not addressed and origins.null_count < len(origins):
         is_others = pc.fill_null(pc.equal(origins, ADDRESSED), False).to_numpy(zero_copy_only=False)
         wanted &= ~is_others[of_row]
-    # A stored mark only gives a change of shape its place.
+    # A stored mark only provides the position of a change of shape.
     wanted &= (table.column("op").to_numpy() != Op.SCHEMA_CHANGE) | (table.column("relation").to_numpy() < 0)
     if not sentinels:
         wanted &= table.column("op").to_numpy() != Op.SENTINEL
@@ -199,13 +199,14 @@ def read_slice(
 
 
 _MadeUp = tuple[pa.RecordBatch, np.ndarray, np.ndarray]
-"""Rows that are not in the segment, their transactions, and their places: those of a segment's row r are 4r to 4r+3."""
-SchemaChange = tuple[Position, list[bytes]]  # Where a table has another shape, and the values of the event that says so
+"""Rows that are not in the segment, their transactions, and their places: for row r of the segment, 4r to 4r+3."""
+# Where a table gets another shape, and the values of the event that reports it
+SchemaChange = tuple[Position, list[bytes]]
 _BEFORE, _DIRECTLY_BEFORE, _ITSELF, _BEHIND = range(4)
 
 
 def _insert(table: pa.Table, of_row: np.ndarray, made_up: list[_MadeUp]) -> tuple[pa.Table, np.ndarray]:
-    """A whole segment with the made-up rows at their places, and the transaction of each row."""
+    """A whole segment with the made-up rows in their places, and the transaction of each row."""
     places = np.concatenate([np.arange(len(of_row)) * 4 + _ITSELF, *(place for _, _, place in made_up)])
     order = np.argsort(places, kind="stable")
     everything = pa.concat_tables([table, *(pa.Table.from_batches([rows]) for rows, _, _ in made_up)])
@@ -216,7 +217,7 @@ def _insert(table: pa.Table, of_row: np.ndarray, made_up: list[_MadeUp]) -> tupl
 def _markers(table: pa.Table, transactions: pa.RecordBatch, continues: bool) -> list[_MadeUp]:
     counts = transactions.column("rows").to_numpy()
     ends = np.cumsum(counts)
-    is_real = transactions.column("xid").to_numpy() != 0  # a message may stand alone
+    is_real = transactions.column("xid").to_numpy() != 0  # a message may be outside any transaction
     begun, complete = is_real.copy(), is_real & transactions.column("complete").to_numpy(zero_copy_only=False)
     if continues and len(begun):
         begun[0] = False
@@ -229,7 +230,7 @@ def _markers(table: pa.Table, transactions: pa.RecordBatch, continues: bool) -> 
 
 
 def _schema_changes(table: pa.Table, transactions: pa.RecordBatch, shapes: Sequence[SchemaChange]) -> _MadeUp:
-    """The schema changes whose row is in this segment: each stays with its row, wherever the cut is."""
+    """The schema changes whose row is in this segment: each stays with its row, wherever batches are cut."""
     ends = np.cumsum(transactions.column("rows").to_numpy())
     owned = list(zip(*(transactions.column(name).to_pylist() for name in ("commit", "kind")), strict=True))
     ordinals, subs = table.column("ordinal").to_numpy(), table.column("sub").to_numpy()

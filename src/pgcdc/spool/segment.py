@@ -1,6 +1,6 @@
-"""One segment (an immutable Arrow IPC file), and the batches that it is made from. A segment is written under a temporary
-name and renamed when complete; its size and checksum are in the index. A half-written file has no index record; a file that
-does not match its record is damaged and never read."""
+"""One segment (an immutable Arrow IPC file), and the batches from which it is built. A segment is written under a
+temporary name and renamed when complete; its size and checksum are in the index. An incomplete file has no index
+record; a file that does not match its record is damaged and never read."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def write_segment(path: Path, batch: pa.RecordBatch) -> Written:
 
 
 class _Checked:
-    """A file that Arrow writes its buffers to directly, so that no segment is in memory twice."""
+    """A file to which Arrow writes its buffers directly, so that no segment is in memory twice."""
 
     closed = False
 
@@ -53,7 +53,7 @@ class _Checked:
         return len(piece)
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Nothing is buffered."""
 
 
 def checksum_file(path: Path) -> Written:
@@ -67,7 +67,7 @@ def checksum_file(path: Path) -> Written:
 
 
 def open_segment(path: Path, expected: Written) -> pa.Table:
-    """The rows of a segment, memory-mapped. Raises SpoolError if the file is not what its index record says."""
+    """The rows of a segment, memory-mapped. Raises SpoolError if the file does not match its index record."""
     try:
         size = path.stat().st_size
     except FileNotFoundError as error:
@@ -87,12 +87,12 @@ def read_segment(path: Path) -> pa.Table:
         return pa.ipc.open_file(source).read_all()
 
 
-# --- what the capture hands on: rows of committed transactions, and what to confirm once they are durable
+# --- what the capture passes on: rows of committed transactions, and what to confirm once they are durable
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Rows, in memory or in a pending file that is already a segment."""
+    """Rows, either in memory or in a pending file that is already a segment."""
 
     rows: int
     nbytes: int
@@ -102,7 +102,7 @@ class Part:
 
     @staticmethod
     def of(rows: pa.RecordBatch) -> Part:
-        """Rows in memory, at least one."""
+        """Make a part of rows in memory, at least one."""
         last = (rows.column("ordinal")[-1].as_py(), rows.column("sub")[-1].as_py())
         return Part(rows.num_rows, rows.nbytes, last, rows)
 
@@ -126,9 +126,10 @@ class CaptureBatch:
     end: Position
     last_lsn: int  # What may be confirmed once this batch is durable: the END lsn of its last complete transaction
     told: Mapping[int, int] = field(default_factory=dict)
-    """Tables (oid) that the server described, which it does after any change to a table. 1: for the first time on its
+    """Tables (oid) that the server described, as it does after any change to a table. 1: for the first time on its
     connection, before the table's changes here; 2: again, somewhere between them."""
-    token: bytes = b""  # What the source needs to go on behind `last_lsn`: a GTID set, say. Empty: the number is enough
+    # What the source needs to continue after `last_lsn`: a GTID set, for example. Empty: the number is enough
+    token: bytes = b""
 
     @property
     def rows(self) -> int:
@@ -148,13 +149,13 @@ _NO_TRANSACTIONS = pa.RecordBatch.from_pylist([], schema=TRANSACTIONS)
 
 
 def count_rows(transactions: pa.RecordBatch, counts: Sequence[int] | npt.NDArray[np.int64]) -> pa.RecordBatch:
-    """The transactions with so many rows each."""
+    """The transactions with these numbers of rows."""
     index = TRANSACTIONS.get_field_index("rows")
     return transactions.set_column(index, TRANSACTIONS.field(index), pa.array(counts, pa.int64()))
 
 
 def split_batch(batch: CaptureBatch, commit: int) -> tuple[CaptureBatch | None, CaptureBatch]:
-    """The transactions up to `commit`, if any, and the others; the batch must end after `commit`."""
+    """The transactions up to `commit`, if any, and the remaining ones; the batch must end after `commit`."""
     commits = batch.transactions.column("commit").to_numpy()
     count = int(np.searchsorted(commits, commit, side="right"))
     if batch.part is None or count == 0:

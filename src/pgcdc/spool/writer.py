@@ -1,5 +1,5 @@
-"""The capture's side of the spool: append, release, recover. The slot is the durable log and the spool may be lost at any
-time, so nothing is fsynced here; the next start cuts off what a crash damaged and reads it again from the slot."""
+"""The capture's side of the spool: append, release, recover. The slot is the durable log and the spool may be lost at
+any time, so nothing is fsynced here. The next start cuts off what a crash damaged, and reads it again from the slot."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class SpoolWriter:
     """Owns the spool's folder. One writer at a time: the capture process holds the slot's lock."""
 
     def __init__(self, folder: Path, base: Position, token: Token = NO_TOKEN) -> None:
-        """Open the spool, keep what is sound, cut off the rest. Nobody needs anything before `base`: an empty spool begins
+        """Open the spool, keep what is intact, cut off the rest. Nothing before `base` is needed: an empty spool begins
         there, and earlier segments may be gone. `token` is the last known one before it."""
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        self._held: deque[IndexRecord] = deque()  # Segments that are not released
+        self._held: deque[IndexRecord] = deque()  # Segments that are not released yet
         self._bases: dict[int, Position] = {}  # Where each chunk of the index begins
         self._chunk = 0
         self._chunk_size = 0
@@ -48,14 +48,14 @@ class SpoolWriter:
         self._relations_file = open(folder / "relations.jsonl", "ab", buffering=0)  # noqa: SIM115 - lives with the writer
         self.end = base
         self.resume_lsn = base.commit  # END lsn of the last complete transaction here: where the stream resumes
-        self._tokens = deque([token])  # Of the transactions here, and the last one before them; in order
+        self._tokens = deque([token])  # The tokens of the transactions here, and the last one before them; in order
         self._recover(base)
         self._index = open(chunk_path(folder, self._chunk), "ab", buffering=0)  # noqa: SIM115
         for stray in {*folder.glob("pending-*"), *folder.glob("*.partial")}:
             stray.unlink()
 
     def append(self, batch: CaptureBatch) -> None:
-        """Make one batch visible, without what is already here (transactions repeated after a crash)."""
+        """Make one batch visible, without changes that are already here (transactions repeated after a crash)."""
         if batch.end <= self.end:
             if batch.part is not None and batch.part.path is not None:
                 batch.part.path.unlink()
@@ -103,12 +103,12 @@ class SpoolWriter:
         self.end = end
         if end.is_end:
             self.resume_lsn = end.commit
-        if token and end.commit > self._tokens[0].commit:  # what a crash left of the index may be older
+        if token and end.commit > self._tokens[0].commit:  # a crash may have left an older index
             self._tokens.append(Token(end.commit, token))
 
     @property
     def has_tokens(self) -> bool:
-        """Whether the source needs more than a number to go on."""
+        """Whether the source needs more than a number to continue."""
         return len(self._tokens) > 1 or bool(self._tokens[0].value)
 
     def token_at(self, commit: int) -> Token:
@@ -117,7 +117,7 @@ class SpoolWriter:
 
     @property
     def state(self) -> Position:
-        """State that affects later changes, such as a cache, as it was after everything here."""
+        """The position to which state that affects later changes, such as a cache, must be restored."""
         return self.end if self.end.is_snapshot else Position.end(self.resume_lsn)
 
     def release(self, base: Position) -> None:
@@ -130,14 +130,15 @@ class SpoolWriter:
             self.bytes_held -= record.written[0]
         oldest = self._held[0].place[0] if self._held else self._chunk
         for path in list_chunks(self._folder):
-            if chunk_number(path) >= oldest or self._bases[chunk_number(path) + 1] > base:  # else a start finds a hole
+            # otherwise the next start finds a hole
+            if chunk_number(path) >= oldest or self._bases[chunk_number(path) + 1] > base:
                 break
             del self._bases[chunk_number(path)]
             path.unlink()
 
     @property
     def oldest_commit_us(self) -> int | None:
-        """Commit time of the oldest change that is not released yet, in microseconds since 1970."""
+        """Commit time of the oldest change not released yet, in microseconds since 1970."""
         return self._held[0].since_us if self._held else None
 
     def close(self) -> None:
@@ -145,7 +146,7 @@ class SpoolWriter:
         self._relations_file.close()
 
     def _write_relations(self) -> None:
-        """A relation is on disk before the first segment that names it is visible."""
+        """Write new relations to disk, before the first segment that refers to them becomes visible."""
         fresh = self.relations.shapes[self._relations_written :]
         if fresh:
             write_all(self._relations_file.fileno(), memoryview(b"".join(encode_line(one.to_json()) for one in fresh)))
@@ -162,7 +163,7 @@ class SpoolWriter:
         self._append_record(IndexRecord(self.end, is_base=True))
 
     def _recover(self, base: Position) -> None:
-        """Read the index again, and cut at the first record or segment that is not whole."""
+        """Read the index again, and cut at the first incomplete record or segment."""
         sound, sizes = True, {0: 0}
         chunks = list_chunks(self._folder)
         for path in chunks:
@@ -177,7 +178,7 @@ class SpoolWriter:
         self._chunk = max(sizes)
         self._chunk_size = sizes[self._chunk]
         if self._chunk_size == 0 or self.end < base:
-            # Never reuse a number: a reader that lives through this looks for the next one.
+            # Never reuse a number: a reader that is still running looks for the next one.
             self._chunk = max(map(chunk_number, chunks), default=0)
             self._start_over(base)
         kept = {record.file for record in self._held}
@@ -188,12 +189,12 @@ class SpoolWriter:
                 file.unlink()
 
     def _recover_chunk(self, path: Path, base: Position) -> tuple[int, bool]:
-        """(sound bytes, whether that is all). A missing segment is fine only if it was confirmed before."""
+        """(intact bytes, whether that is all of them). A missing segment is acceptable only if it was already confirmed."""
         data = path.read_bytes()
         number, size = chunk_number(path), 0
         try:
             for record in scan_records(data, path.name, number):
-                if record.is_base and record.end > self.end:  # an older chunk lost its tail, or is gone
+                if record.is_base and record.end > self.end:  # an older chunk has lost its tail, or is gone
                     return size, False
                 if record.is_base:
                     self._bases[number] = record.end
@@ -226,7 +227,7 @@ class SpoolWriter:
 
 
 def _without(batch: CaptureBatch, end: Position) -> CaptureBatch:
-    """The batch without the first changes of its first transaction, up to `end`, which lies inside it."""
+    """The batch without the first changes of its first transaction, up to `end`, which is inside it."""
     first = tuple(batch.transactions.column(name)[0].as_py() for name in ("commit", "kind")) if batch.part else None
     if batch.part is None or first != (end.commit, end.kind):
         return batch

@@ -1,4 +1,4 @@
-"""PostgreSQL as a source. Code that only needs its settings does not load this."""
+"""PostgreSQL as a source. Code that needs only its settings does not load this module."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CONFIRM_TIMEOUT_S = 5.0
 
 
 class PostgresSource:
-    """A slot of a PostgreSQL database, as `source.protocol.Source` says."""
+    """A slot of a PostgreSQL database; implements `source.protocol.Source`."""
 
     options_type: ClassVar[type[SourceOptions]] = PostgresOptions
     no_requests: ClassVar[tuple[str, str] | None] = None

@@ -1,6 +1,7 @@
-"""The source `rate`: made-up changes at a given rate, with no database. For trials, tests and benchmarks. It behaves as a
-real one. Its log grows with the clock, whether anybody reads it or not. What is confirmed is gone: to ask for it again is a
-gap. `rate.json` in the state directory stands for the server: when the log began, what was confirmed."""
+"""The source `rate`: made-up changes at a given rate, without a database. For trials, tests and benchmarks. It behaves
+like a real source. Its log grows with the clock, whether anybody reads it or not. Confirmed changes are gone:
+requesting them again is a gap. `rate.json` in the state directory plays the server: it records when the log began, and
+what was confirmed."""
 
 from __future__ import annotations
 
@@ -45,8 +46,8 @@ from pgcdc.spool.writer import SpoolWriter
 
 I64 = npt.NDArray[np.int64]
 
-FIRST_COMMIT = 1  # Where the log begins: rows that exist stand behind it, the first transaction is the next
-INT8, TEXT = 20, 25  # the numbers that PostgreSQL has for these types
+FIRST_COMMIT = 1  # Where the log begins: the existing rows follow it, and the first transaction is the next commit
+INT8, TEXT = 20, 25  # PostgreSQL's numbers for these types
 BATCH_ROWS = 16_384
 SERVER_FILE = "rate.json"
 _LETTERS = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz0123456", np.uint8)
@@ -64,7 +65,7 @@ def _check_same(options: RateOptions, known: Identity) -> None:
 
 
 class RateSource:
-    """Made-up changes, as `source.protocol.Source` says."""
+    """Made-up changes; implements `source.protocol.Source`."""
 
     options_type: ClassVar[type[SourceOptions]] = RateOptions
     no_requests: ClassVar[tuple[str, str] | None] = _NO_REQUESTS
@@ -146,7 +147,7 @@ def _typed(column: Column, types: TypeOptions) -> TypedColumn:
 
 
 class RateStream:
-    """The made-up log from a position on, as `source.protocol.ChangeStream` says."""
+    """The made-up log after a position; implements `source.protocol.ChangeStream`."""
 
     def __init__(self, options: RateOptions, token: Token, state: StateDir, spool: SpoolWriter) -> None:
         self._options = options
@@ -163,7 +164,7 @@ class RateStream:
                 "Begin with a new --state-dir",
             )
         self._made_up = MadeUp(options, spool.relations)
-        self.reached = max(first, spool.resume_lsn)  # what lies between is left out
+        self.reached = max(first, spool.resume_lsn)  # transactions in between are omitted
         self._tables_left = [
             table
             for table in range(options.rate_tables if options.rate_existing_rows else 0)
@@ -172,7 +173,7 @@ class RateStream:
         cut_tail(state.shapes_file)
         history = ShapeHistory(state.shapes_file)
         history.refresh()
-        place = Position(FIRST_COMMIT, SNAPSHOT, 0, SCHEMA_SUB)  # they have their shape from the beginning on
+        place = Position(FIRST_COMMIT, SNAPSHOT, 0, SCHEMA_SUB)  # their shapes are known from the start
         missing = self._made_up.tables[len(history.changes) :]
         append_shapes(state.shapes_file, [ShapeChange(place, table) for table in missing])
         self._wake, self._waker = os.pipe()
@@ -211,7 +212,7 @@ class RateStream:
         return batch
 
     def tend(self, needed: int, *, may_work: bool) -> float:
-        """Until the next transaction."""
+        """The seconds until the next transaction."""
         if self._options.rate_transactions and self.reached >= FIRST_COMMIT + self._options.rate_transactions:
             return 0.5
         return min(0.5, max(0.005, self._options.rate_transaction_rows / self._options.rate_rows_per_second))
@@ -231,7 +232,7 @@ class RateStream:
             hit("capture.after_confirm")
 
     def release(self, base: Position) -> None:
-        """There is nothing to let go of."""
+        """Nothing to release."""
 
     def settled(self, end: Position | None) -> Settled:
         if self._tables_left:
@@ -266,13 +267,13 @@ class RateStream:
 
 # --- the changes
 #
-# Every one is a function of the settings and its number, so that a replay is the same. Changes are numbered over all tables,
-# and dealt to them in turn. The changes of a table come in cycles: first its INSERTs, then UPDATEs of rows that are there,
-# then DELETEs of rows of the cycle before. So nothing has to be remembered.
+# Each change is a function of the settings and its number, so every replay is the same. Changes are numbered across all
+# tables, and assigned to them in turn. The changes of a table come in cycles: first its INSERTs, then UPDATEs of
+# existing rows, then DELETEs of rows of the previous cycle. So no state has to be kept.
 
 
 class MadeUp:
-    """The changes that these settings give. `relations` gets the tables."""
+    """The changes for these settings. The tables are added to `relations`."""
 
     def __init__(self, options: RateOptions, relations: Relations) -> None:
         self._options = options
@@ -289,7 +290,7 @@ class MadeUp:
         self._cycle = np.array(ops, np.uint8)
 
     def transactions(self, first: int, count: int, began_us: int) -> CaptureBatch:
-        """`count` transactions, from the commit `first` on."""
+        """`count` transactions, starting with the commit `first`."""
         each, rows = self._options.rate_transaction_rows, self._options.rate_transaction_rows * count
         numbers: I64 = (first - FIRST_COMMIT - 1) * each + np.arange(rows)
         ordinals = np.tile(np.arange(1, each + 1), count)
@@ -301,7 +302,7 @@ class MadeUp:
         return CaptureBatch(Part.of(data), owners, self._relations, Position.end(last), last, token=b"%d" % last)
 
     def existing(self, table: int, began_us: int) -> CaptureBatch:
-        """The rows that a table (from 0) has before the first transaction."""
+        """The rows that a table (counted from 0) has before the first transaction."""
         count = self._options.rate_existing_rows
         ordinals = Position.of_chunk(FIRST_COMMIT, table, 1).ordinal + np.arange(count)
         key: I64 = np.arange(1, count + 1)
@@ -311,13 +312,13 @@ class MadeUp:
         return CaptureBatch(Part.of(data), owners, self._relations, end, FIRST_COMMIT)
 
     def commit_time(self, commits: I64, began_us: int) -> I64:
-        """When a transaction is committed, in microseconds since 1970."""
+        """When a transaction commits, in microseconds since 1970."""
         a_transaction_s = self._options.rate_transaction_rows / self._options.rate_rows_per_second
         times: I64 = (began_us + (commits - FIRST_COMMIT) * a_transaction_s * 1e6).astype(np.int64)
         return times
 
     def last_commit(self, now_us: int, began_us: int) -> int:
-        """The last transaction that is committed by now."""
+        """The last transaction committed by now."""
         options = self._options
         count = int(max(0, now_us - began_us) / 1e6 * options.rate_rows_per_second / options.rate_transaction_rows)
         return FIRST_COMMIT + (min(count, options.rate_transactions) if options.rate_transactions else count)
@@ -328,14 +329,14 @@ class MadeUp:
         table, of_table = numbers % options.rate_tables, numbers // options.rate_tables
         cycle, place = of_table // len(self._cycle), of_table % len(self._cycle)
         op = self._cycle[place]
-        kept = options.rate_inserts - options.rate_deletes  # rows of a cycle that are never deleted: the last of it
+        kept = options.rate_inserts - options.rate_deletes  # rows of a cycle that are never deleted: the last ones
         pick = _mix(numbers, options.rate_seed) % (np.maximum(cycle, 1) * kept)
         updated = pick // kept * options.rate_inserts + options.rate_deletes + pick % kept
         deleted = (cycle - 1) * options.rate_inserts + place - options.rate_inserts - options.rate_updates
         slot = np.where(
             op == Op.INSERT, cycle * options.rate_inserts + place, np.where(op == Op.UPDATE, updated, deleted)
         )
-        # The first cycle has none before it: instead of deleting, it writes its first row once more.
+        # The first cycle has no previous one: instead of deleting, it updates its first row again.
         is_early = (op == Op.DELETE) & (cycle == 0)
         op = np.where(is_early, np.uint8(Op.UPDATE), op).astype(np.uint8)
         slot = np.where(is_early, options.rate_deletes, slot)
@@ -364,7 +365,7 @@ class MadeUp:
         return pa.RecordBatch.from_arrays([columns[field.name] for field in CHANGES], schema=CHANGES)
 
     def _notes(self, numbers: I64) -> pa.Array:
-        """Letters by the number and the seed."""
+        """Letters derived from the number and the seed."""
         width = self._options.rate_row_width
         step = _mix(numbers, self._options.rate_seed + 1)[:, None] >> (np.arange(width)[None, :] % 50)
         letters = np.ascontiguousarray(_LETTERS[step % len(_LETTERS)])
@@ -373,7 +374,7 @@ class MadeUp:
 
 
 def _mix(numbers: I64, seed: int) -> I64:
-    """A number that looks like chance, not negative, for each number."""
+    """A pseudo-random, non-negative number for each number."""
     x = numbers.view(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     return ((x ^ (x >> np.uint64(31))) >> np.uint64(1)).astype(np.int64)

@@ -17,8 +17,7 @@ becomes requests: it is read beside the stream.
 
 Things become durable in this order: the rows; the log of releases with a note (which chunk of which table, or how far a
 request is); for requests, their file. After a crash before the log, the chunk is read again, unless its file is
-complete. After a later
-crash, the note shows what was done.
+complete. After a later crash, the note shows what was done.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The store behind `--toast cache`: out-of-line values by table and key, as of a position.
+"""The store for `--toast cache`: out-of-line values by table and key, as of a position.
 
 A table on disk (LMDB) holds the newest state. A log beside it holds every change of that state with the END lsn of its
-transaction, the new value and the previous one. Changes go to the log before their rows go to the spool, so after a kill the
-log is not behind; it is fsynced before a position is confirmed, so neither after a power failure. A start brings the table
-to the position where the stream resumes: later changes are undone, missing earlier ones applied. A cache that cannot be
-brought there is discarded: an empty cache gives misses, never wrong values.
+transaction, the new value and the previous one. Changes are logged before their rows go to the spool, so after a kill
+the log is not behind. The log is fsynced before a position is confirmed, so it is not behind after a power failure
+either. A start brings the table to the position where the stream resumes: later changes are undone, missing earlier
+ones applied. If that is impossible, the cache is discarded: an empty cache gives misses, never wrong values.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ logger = logging.getLogger("pgcdc.capture")
 
 MAP_BYTES = 1 << 38  # Address space, not memory: the file grows as needed
 COMMIT_ITEMS = 65_536
-COMMIT_BYTES = 32 << 20  # The table is committed after this much: an open transaction keeps its changes in memory
+COMMIT_BYTES = 32 << 20  # Commit the table after this much: an open transaction keeps its changes in memory
 RECORD_BYTES = 8 << 20
 PRUNE_ITEMS = 20_000
 FORMAT = 2
@@ -41,19 +41,19 @@ FORMAT = 2
 _ID = struct.Struct(">Q")
 _HEAD = struct.Struct(">QI")  # number of the write, CRC-32 of the values
 _NOT_PENDING = object()
-_TABLES = _ID.pack(0)  # the prefix of what is known about tables; entries have the number of their generation
+_TABLES = _ID.pack(0)  # prefix of the entries that describe tables; other entries start with their generation's number
 
 
 class ToastCache:
     """A bounded map from (generation, key) to values that can return to an older position. One writer."""
 
     def __init__(self, folder: Path, *, limit: int, resume_lsn: int, instance: str) -> None:
-        """Open the cache and bring it to `resume_lsn`, or begin with an empty one."""
+        """Open the cache and bring it to `resume_lsn`; if that is impossible, start with an empty one."""
         self._folder = folder
         self._limit = limit
         self._old_after = limit - limit // 4
         self._instance = instance
-        self.tables: dict[int, Generation] = {}  # The entries of each table that has any
+        self.tables: dict[int, Generation] = {}  # The generation of each table that has entries
         self.generations = 0  # Generations begun or ended since the start
         self._seen: dict[int, tuple[str, int]] = {}
         self._pending: dict[bytes, bytes | None] = {}
@@ -62,7 +62,7 @@ class ToastCache:
         self._items: Columns = ([], [], [], [])
         self._item_bytes = 0
         self._uncommitted_items = self._uncommitted_bytes = 0
-        self.entries = 0  # How many rows have an entry
+        self.entries = 0  # The number of rows that have an entry
         self._env: Any = None
         self._txn: Any = None
         self._log = ToastLog(folder, 1)
@@ -78,7 +78,7 @@ class ToastCache:
         with self.explaining():
             self._create(resume_lsn)
 
-    # --- what the resolver does
+    # --- for the resolver
 
     def has_entries(self, oid: int) -> bool:
         """Whether a table may have entries."""
@@ -86,17 +86,18 @@ class ToastCache:
         return found is not None and self._state.live.get(found.prefix, 0) > 0
 
     def seen_stamp(self, oid: int) -> tuple[str, int]:
-        """The catalog's last stamp of a table, and an LSN since which it holds."""
+        """The last stamp that the catalog gave for a table, and an LSN since which it has been the same."""
         return self._seen.get(oid, ("", 0))
 
     def see_stamps(self, stamps: dict[int, tuple[str, int]]) -> None:
-        """New stamps of tables. Between batches only; durable, because true at any position."""
+        """Store new stamps of tables. Call it only between batches. Durable immediately, because stamps are true at any
+        position."""
         self._seen |= stamps
         self._txn.put(b"seen", marshal.dumps(self._seen), db=self._meta)
         self._commit()
 
     def begin_table(self, oid: int, shape: str, stamp: str, stamp_lsn: int, lsn: int) -> Generation:
-        """A new generation for a table that has none."""
+        """Start a generation for a table that has none."""
         made = Generation(self._state.next_id, shape, stamp, stamp_lsn, lsn)
         self._state.next_id += 1
         self.tables[oid] = made
@@ -106,13 +107,13 @@ class ToastCache:
         return made
 
     def prove(self, oid: int) -> None:
-        """The stream has shown that a generation matches its stamp. True at every position, so not in the log."""
+        """Record that the stream has shown a generation to match its stamp. True at every position, so it is not logged."""
         old = self.tables[oid]
         made = self.tables[oid] = replace(old, is_proven=True)
         self._pending[_TABLES + _ID.pack(oid)] = made.encode()
 
     def evict_table(self, oid: int, lsn: int) -> None:
-        """Forget all entries of a table. They are deleted once this is confirmed."""
+        """Forget all entries of a table. They are deleted once `lsn` is confirmed."""
         gone = self.tables.pop(oid, None)
         if gone is not None:
             self.generations += 1
@@ -128,16 +129,16 @@ class ToastCache:
 
     @staticmethod
     def shorten(prefix: bytes, key: bytes) -> bytes:
-        """The place of an entry whose key is too long for the store."""
+        """The key under which to store an entry whose own key is too long for the store."""
         return prefix + b"\xff" + hashlib.sha256(key).digest()
 
     @staticmethod
     def is_sound(stored: bytes | None, values: bytes) -> bool:
-        """Whether these values are what was stored: a damaged entry counts as none."""
+        """Whether these values are what was stored. A damaged entry counts as missing."""
         return stored is not None and zlib.crc32(values) == _HEAD.unpack_from(stored)[1]
 
     def put(self, lsn: int, full: bytes, values: bytes, stored: bytes | None) -> None:
-        """Store values in place of `stored`."""
+        """Store values, replacing `stored`."""
         state = self._state
         new = _HEAD.pack(state.next_id, zlib.crc32(values)) + values
         state.next_id += 1
@@ -152,11 +153,11 @@ class ToastCache:
             self._evict(lsn)
 
     def is_old(self, stored: bytes) -> bool:
-        """Whether an entry is near its eviction: little room is left, and much was written since."""
+        """Whether an entry is close to eviction: little room is left, and much was written after it."""
         return self.entries > self._old_after and self._state.next_id - _ID.unpack_from(stored)[0] > self._old_after
 
     def renew(self, lsn: int, full: bytes, stored: bytes) -> None:
-        """Count an entry as written now. The log needs no values for that."""
+        """Treat an entry as just written. The log needs no values for that."""
         number = _ID.pack(self._state.next_id)
         self._state.next_id += 1
         self._order_new.append((number, full))
@@ -182,10 +183,10 @@ class ToastCache:
             self._write_record()
 
     def _flush(self) -> None:
-        """Write pending changes into the table."""
+        """Write pending changes to the table."""
         txn = self._txn
         gone = [key for key, new in self._pending.items() if new is None]
-        with txn.cursor(self._entry) as cursor:  # in the order of the keys: neighbours share a page
+        with txn.cursor(self._entry) as cursor:  # in key order: adjacent keys share a page
             cursor.putmulti(sorted((key, new) for key, new in self._pending.items() if new is not None))
         for key in gone:
             txn.delete(key, b"", self._entry)
@@ -196,7 +197,7 @@ class ToastCache:
         self._pending, self._order_new, self._order_gone = {}, [], []
 
     def _evict(self, lsn: int) -> None:
-        """Make room: evict the oldest entries. Only the state decides, so a replay evicts the same."""
+        """Make room by evicting the oldest entries. Only the state decides which, so a replay evicts the same ones."""
         self._flush()
         target = self._limit - self._limit // 16
         current = {one.prefix for one in self.tables.values()}
@@ -212,7 +213,7 @@ class ToastCache:
     # --- durability
 
     def advance(self, lsn: int) -> None:
-        """Everything up to `lsn`, the END of a transaction, is here, and survives a kill from now on."""
+        """Everything up to `lsn`, the END of a transaction, is in the cache, and survives a kill from now on."""
         if lsn > self._state.position or self._items[0]:
             self._state.position = max(self._state.position, lsn)
             self._write_record()
@@ -226,7 +227,7 @@ class ToastCache:
             hit("toast.after_sync")
 
     def release(self, lsn: int) -> None:
-        """Nobody returns to a position before `lsn`: delete what was kept for that."""
+        """No reader returns to a position before `lsn`: delete what was kept for that."""
         self._state.floor_lsn = max(self._state.floor_lsn, lsn)
         self._log.release(self._state.records, lsn)
         left = PRUNE_ITEMS
@@ -235,7 +236,7 @@ class ToastCache:
                 left = self._sweep(prefix, left)
 
     def _sweep(self, prefix: bytes, left: int) -> int:
-        """Delete at most `left` entries of an ended generation; returns how many more may be deleted now."""
+        """Delete at most `left` entries of an ended generation; returns how many more may be deleted in this pass."""
         with self._txn.cursor(db=self._entry) as cursor:
             found = cursor.set_range(prefix)
             while found and left > 0 and cursor.key().startswith(prefix):
@@ -249,7 +250,7 @@ class ToastCache:
         return left
 
     def close(self) -> None:
-        """Commit, so that the next start has nothing to do."""
+        """Commit, so that the next start has nothing to replay."""
         try:
             with self.explaining():
                 if self._items[0]:
@@ -274,21 +275,22 @@ class ToastCache:
             ) from error
 
     def _write_record(self) -> None:
-        """Append the changes so far to the log, and write them into the table."""
+        """Append the pending changes to the log, and write them to the table."""
         self._uncommitted_items += len(self._items[0])
         self._uncommitted_bytes += self._log.append(self._state.position, self._items)
         self._items, self._item_bytes = ([], [], [], []), 0
         self._flush()
 
     def _commit(self) -> None:
-        """Commit the table durably, and begin a new file of the log."""
+        """Commit the table durably, and start a new log file."""
         self._flush()
         self._log.sync()  # the table must not be ahead of the log that can undo it
         state = self._state
         state.epoch, state.records = self._log.epoch, self._log.records
         self._txn.put(b"state", marshal.dumps((FORMAT, self._instance, astuple(state))), db=self._meta)
         self._txn.commit()
-        # Pages that were freed at once are counted, but not written: with them, a shorter file is one that was cut off.
+        # Pages freed in the same transaction are counted, but not written. Extend the file to include them, so that a
+        # shorter file is known to be truncated.
         if (self._folder / "table").stat().st_size < self._used_bytes():
             os.truncate(self._folder / "table", self._used_bytes())
         self._txn = self._env.begin(write=True)
@@ -334,7 +336,7 @@ class ToastCache:
         self._log.delete_others()
 
     def _go_to(self, resume_lsn: int) -> None:
-        """Undo what is behind `resume_lsn`, apply what the table lacks before it."""
+        """Undo changes after `resume_lsn`, and apply those before it that the table does not have."""
         state = self._state
         for _, items in self._log.backwards(state.records, resume_lsn):
             for lsn, key, new, old in reversed(items):
@@ -351,7 +353,7 @@ class ToastCache:
             state.position = max(state.position, position)
 
     def _apply(self, key: bytes, old: bytes | None, new: bytes | None, lsn: int) -> None:
-        """Replace `old` by `new`. A number alone is a renewed entry."""
+        """Replace `old` by `new`. A value that is only a number renews an entry."""
         txn, state = self._txn, self._state
         if new is None:
             txn.delete(key, b"", self._entry)
@@ -361,7 +363,7 @@ class ToastCache:
             txn.put(key, new, db=self._entry)
         if key.startswith(_TABLES):
             if old is not None and not state.live.get(prefix := old[: _ID.size]):
-                state.live.pop(prefix, None)  # its number is free again
+                state.live.pop(prefix, None)  # its number can be used again
             elif old is not None:
                 state.garbage[prefix] = lsn
             if new is not None:
@@ -407,5 +409,5 @@ class ToastCache:
 
 
 def _number_of(value: bytes) -> int:
-    """The number of a write: of an entry, or of a generation."""
+    """The number of the write of an entry, or of a generation."""
     return int(_ID.unpack_from(value)[0])

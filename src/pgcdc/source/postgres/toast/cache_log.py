@@ -1,6 +1,7 @@
-"""The log of the TOAST cache: each transaction's changes, to be applied again or undone; and its state. Records are in files
-`log-<epoch>-<number of the first record>`. A record carries its length and a checksum: it is complete or ignored. An epoch
-ends at a start, where the cache moves to another position; files of other epochs do not belong to the log."""
+"""The log of the TOAST cache: each transaction's changes, to be applied again or undone; and the cache's state. Records
+are in files `log-<epoch>-<number of the first record>`. A record contains its length and a checksum: it is either
+complete or ignored. An epoch ends at a start where the cache moves to another position; files of other epochs do not
+belong to the log."""
 
 from __future__ import annotations
 
@@ -16,10 +17,11 @@ from pathlib import Path
 from pgcdc.core.state import fsync_folder, write_all
 
 Item = tuple[int, bytes, bytes | None, bytes | None]
-"""Where (`cache_place`, like every lsn here), key, new value, old value; None is absence."""
-Record = tuple[int, list[Item]]  # The END lsn up to which everything is here, and the changes since the previous record
+"""Place (`cache_place`, like every lsn here), key, new value, old value; None means absent."""
+# The END lsn up to which everything is included, and the changes since the previous record
+Record = tuple[int, list[Item]]
 Columns = tuple[list[int], list[bytes], list[bytes | None], list[bytes | None]]
-"""Items by field: so many should not become single objects."""
+"""Items by field: there are too many to make each a separate object."""
 
 _HEAD = struct.Struct("<II")  # length and CRC-32
 _ID = struct.Struct(">Q")
@@ -27,26 +29,26 @@ MISSING = "a part of its log is missing"
 
 
 class Unusable(Exception):
-    """The cache cannot be brought to where the stream resumes. Without a text: there is none."""
+    """The cache cannot be brought to where the stream resumes. An empty text means that there is no cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """The entries of one table between two evictions of all of it."""
+    """The entries of one table between two evictions of the whole table."""
 
     number: int
-    shape: str  # Of the relation: another shape is another generation
+    shape: str  # The relation's shape: another shape starts another generation
     stamp: str
     stamp_lsn: int  # The catalog's stamp of the table, and an LSN at which it held
     first_lsn: int  # The first change that was stored
-    is_proven: bool = False  # The stream has shown that nothing unseen happened between `first_lsn` and `stamp_lsn`
+    is_proven: bool = False  # The stream has shown that nothing happened unseen between `first_lsn` and `stamp_lsn`
 
     @property
     def prefix(self) -> bytes:
         return _ID.pack(self.number)
 
     def encode(self) -> bytes:
-        """For the store: the number first, as in entries."""
+        """The form in the store: the number first, as in entries."""
         return self.prefix + marshal.dumps(astuple(self))
 
     @classmethod
@@ -56,15 +58,15 @@ class Generation:
 
 @dataclass(slots=True)
 class State:
-    """What is known of the whole table; stored in it at each commit."""
+    """The state of the whole table; stored in it at each commit."""
 
     position: int = 0  # END lsn of the last transaction that is completely in the table
     next_id: int = 1
     epoch: int = 1
     records: int = 0  # How many records of that epoch's log are in the table
-    floor_lsn: int = 0  # Nothing before this can be taken back
-    live: dict[bytes, int] = field(default_factory=dict)  # Entries of each generation, by its prefix
-    garbage: dict[bytes, int] = field(default_factory=dict)  # Ended generations, and since which lsn
+    floor_lsn: int = 0  # Changes before this cannot be undone
+    live: dict[bytes, int] = field(default_factory=dict)  # The number of entries in each generation, by its prefix
+    garbage: dict[bytes, int] = field(default_factory=dict)  # Ended generations, and the lsn at which each ended
 
 
 @dataclass(slots=True)
@@ -99,14 +101,14 @@ class ToastLog:
                     self._files[-1].max_lsn = items[-1][0]
 
     def forwards(self, after: int) -> Iterator[Record]:
-        """The records behind number `after`, oldest first. One file at a time is in memory."""
+        """The records after number `after`, oldest first. Only one file at a time is in memory."""
         for file in self._files:
             for number, record in enumerate(_read(file.path), file.first):
                 if number > after:
                     yield record
 
     def backwards(self, upto: int, lsn: int) -> Iterator[Record]:
-        """The records up to number `upto` with something behind `lsn`, newest first."""
+        """The records up to number `upto` that contain something after `lsn`, newest first."""
         for file in reversed(self._files):
             if file.max_lsn <= lsn:
                 continue
@@ -115,7 +117,7 @@ class ToastLog:
                     yield record
 
     def begin_epoch(self, lsn: int) -> ToastLog:
-        """A new, durable log with this one's content up to `lsn`. It counts once its epoch is in the table."""
+        """A new, durable log with this one's content up to `lsn`. It takes effect once its epoch is in the table."""
         made = ToastLog(self._folder, self.epoch + 1)
         for stray in self._folder.glob(f"log-{made.epoch:08d}-*"):
             stray.unlink()
@@ -134,7 +136,7 @@ class ToastLog:
                 path.unlink()
 
     def append(self, position: int, items: Columns) -> int:
-        """Add a record, which survives a kill of the process when this returns; returns its size."""
+        """Append a record and return its size. It then survives a kill of the process."""
         data = marshal.dumps((position, items))
         write_all(self._descriptor, memoryview(_HEAD.pack(len(data), zlib.crc32(data)) + data))
         self.records += 1
@@ -144,7 +146,7 @@ class ToastLog:
         return len(data)
 
     def sync(self) -> bool:
-        """Make everything durable; returns whether there was anything to do."""
+        """Make everything durable; returns whether there was anything to write."""
         if not self._unsynced:
             return False
         os.fsync(self._descriptor)
@@ -161,7 +163,7 @@ class ToastLog:
         fsync_folder(self._folder)
 
     def release(self, applied: int, lsn: int) -> None:
-        """Delete files whose records are all in the committed table, and not behind `lsn`."""
+        """Delete files whose records are all in the committed table, and not after `lsn`."""
         while len(self._files) > 1 and self._files[1].first <= applied + 1 and self._files[0].max_lsn <= lsn:
             self._files.popleft().path.unlink(missing_ok=True)
 

@@ -1,8 +1,8 @@
 """The catalog on TOAST: which values may be stored out of line, and whether a table is still the known one.
 
-PostgreSQL toasts a row that is longer than about a quarter of a page, or that has out-of-line values already. All sizes here
-are upper bounds, computed from the text we get: a value may be kept in vain, but a value that can come as "unchanged" is
-never missed.
+PostgreSQL toasts a row that is longer than about a quarter of a page, or that already has out-of-line values. All sizes
+here are upper bounds, computed from the text we get. So a value may be kept for nothing, but every value that can come
+as "unchanged" is kept.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from pgcdc.core.relation import Relation
 from pgcdc.postgres.database import Connection, name_table, quote_qualified
 from pgcdc.source.postgres.setup.guard import lost_on_error
 
-POINTER_BYTES = 24  # A value no longer than its pointer stays in place
+POINTER_BYTES = 24  # A value no longer than a pointer stays in place
 LONGER_IN_BINARY = 8  # The most binary bytes per byte of text (an array of int8: `1,`)
-VARLENA_BYTES = 32  # Headers and alignment of a value of variable length, also in nested types
+VARLENA_BYTES = 32  # Headers and alignment of a variable-length value, also in nested types
 
 _FAMILY = """
 WITH asked AS (SELECT unnest(%(oids)s::oid[]) AS oid),
@@ -45,8 +45,8 @@ JOIN pg_type b ON b.oid = CASE WHEN t.typbasetype <> 0 THEN t.typbasetype ELSE t
 GROUP BY 1, 2
 """
 )
-# Everything that changes values unseen by the stream leaves a trace here: a rewrite of the table (ALTER COLUMN ... TYPE ...
-# USING ...), and a time in which the table was unpublished.
+# Everything that changes values without the stream showing it leaves a trace here: a rewrite of the table (ALTER COLUMN
+# ... TYPE ... USING ...), and a period in which the table was unpublished.
 _STAMPS = (
     _FAMILY
     + """
@@ -92,12 +92,12 @@ GROUP BY 1, 2 ORDER BY 1, 2
 
 
 def alter_to_full(schema: str, table: str) -> str:
-    """The statement that makes PostgreSQL send whole old rows."""
+    """The statement that makes PostgreSQL send complete old rows."""
     return f"ALTER TABLE {quote_qualified(schema, table)} REPLICA IDENTITY FULL;"
 
 
 def check_full(conn: Connection, publications: Sequence[str]) -> None:
-    """Raise unless every published table with possible out-of-line values sends its whole old rows."""
+    """Raise unless every published table with possible out-of-line values sends its complete old rows."""
     rows = conn.execute(_NOT_FULL, [list(publications)]).fetchall()
     if rows:
         shown = ", ".join(f"{name_table(schema, table)} ({columns})" for schema, table, columns in rows[:5])
@@ -110,7 +110,7 @@ def check_full(conn: Connection, publications: Sequence[str]) -> None:
 
 
 def check_cacheable(conn: Connection, publications: Sequence[str]) -> None:
-    """Raise if rows may reappear unseen: a publication of updates without inserts or deletes."""
+    """Raise if rows may come back without the stream showing it: a publication of updates without inserts or deletes."""
     row = conn.execute(_PUBLICATIONS, [list(publications)]).fetchone()
     if row is not None and row[0] and not row[1]:
         names = ", ".join(publications)
@@ -126,12 +126,13 @@ class TableFacts:
 
     stamp: str
     columns: Mapping[str, tuple[int, bool, bool, bool]] = field(default_factory=dict)
-    """attlen, whether it is TOASTable, whether before MAIN columns are, whether the text is as long as the binary form."""
+    """attlen; whether it is TOASTable; whether it is moved out of line before MAIN columns; whether its text is as long
+    as the binary form."""
     tuple_target: int | None = None
 
 
 class ToastCatalog:
-    """Reads the facts. ConnectionLost: nothing has happened, and they may be read again."""
+    """Reads the facts. On ConnectionLost nothing has happened, and they can be read again."""
 
     def __init__(self, publications: Sequence[str]) -> None:
         self._publications = list(publications)
@@ -139,7 +140,7 @@ class ToastCatalog:
         self.is_utf8 = False
 
     def read_all(self, sql: Connection) -> tuple[dict[int, TableFacts], int]:
-        """The facts about every published table, and an LSN after reading them."""
+        """The facts about every published table, and an LSN taken after reading them."""
         with lost_on_error():
             oids = [row[0] for row in sql.execute(_PUBLISHED, [self._publications]).fetchall()]
             row = sql.execute(_SERVER).fetchone()
@@ -174,12 +175,12 @@ class ToastCatalog:
 class TableRules:
     """Which values of one shape of a table are worth keeping."""
 
-    keys: tuple[int, ...]  # Columns of the replica identity; empty: rows are indistinguishable, nothing is kept
+    keys: tuple[int, ...]  # Columns of the replica identity; empty: rows cannot be identified, so nothing is kept
     factors: npt.NDArray[np.int64]
     constant: int
     toastable: npt.NDArray[np.bool_]
     main: npt.NDArray[np.bool_]  # TOASTable only in a row that does not fit into a page
-    row_bytes: int  # Values of shorter rows stay in place
+    row_bytes: int  # Rows shorter than this keep their values in place
     page_bytes: int
 
     @classmethod
@@ -215,7 +216,7 @@ class TableRules:
 
 
 def shape_of(relation: Relation) -> str:
-    """A shape's name, the same in every run."""
+    """A name for a shape, the same in every run."""
     return _digest(json.dumps(relation.to_json()))
 
 

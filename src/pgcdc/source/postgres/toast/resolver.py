@@ -1,6 +1,6 @@
-"""Unchanged TOAST values: resolved from the old tuple or the cache, or left marked. A step between the stream and the spool.
-Changes come in commit order and leave unchanged, except that known values replace "unchanged". A batch that grows much
-leaves in several pieces."""
+"""Unchanged TOAST values: resolved from the old tuple or the cache, or left marked. A step between the stream and the
+spool. Changes arrive in commit order and leave unchanged, except that known values replace "unchanged". A batch that
+grows much is output in several pieces."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from pgcdc.source.postgres.toast.cache import ToastCache
     from pgcdc.source.postgres.toast.cache_log import Generation
 
-PIECE_BYTES = 8 << 20  # A piece leaves when so much was put in
+PIECE_BYTES = 8 << 20  # A piece is output once this much was filled in
 
 INSERT, DELETE, TRUNCATE = int(Op.INSERT), int(Op.DELETE), int(Op.TRUNCATE)
-MAX_KEY = 400  # Key bytes: LMDB takes 511, longer keys are shortened
-STORED_HEAD = 12  # Bytes before the values in what is stored
+MAX_KEY = 400  # In key bytes: LMDB allows 511, longer keys are shortened
+STORED_HEAD = 12  # Bytes before the values in a stored entry
 
 _UNKNOWN = TableFacts("")
 _Found = list[tuple[int, bytes]]
@@ -41,7 +41,7 @@ class ToastStep:
     def __init__(
         self, options: ToastOptions, publications: tuple[str, ...], state: StateDir, *, resume: Position, instance: str
     ) -> None:
-        """`resume` is where the stream resumes: the cache is brought there."""
+        """`resume` is where the stream resumes; the cache is brought to that position."""
         self._mode = options.effective_toast
         self.hits = self.misses = 0
         self._cache: ToastCache | None = None
@@ -56,7 +56,7 @@ class ToastStep:
         self._shapes: dict[int, str] = {}
 
     def look(self, sql: Connection) -> None:
-        """A connection begins: read the tables' facts before anything from the stream."""
+        """At the start of a connection: read the tables' facts before anything from the stream."""
         if self._cache is not None:
             with self._cache.explaining():
                 self._take_facts(*self._catalog.read_all(sql), self._cache)
@@ -92,19 +92,20 @@ class ToastStep:
             yield batch
 
     def make_durable(self) -> None:
-        """What was handed on survives a crash of the machine, as far as the cache goes: call it before confirming."""
+        """Make what was passed on survive a crash of the machine, as far as the cache is concerned. Call it before
+        confirming."""
         if self._cache is not None:
             with self._cache.explaining():
                 self._cache.make_durable()
 
     def release(self, lsn: int) -> None:
-        """`lsn` is confirmed: nobody returns before it."""
+        """`lsn` is confirmed: no reader returns to a position before it."""
         if self._cache is not None:
             with self._cache.explaining():
                 self._cache.release(cache_place(lsn, STREAM))
 
     def status(self) -> dict[str, Any]:
-        """For `pgcdc status`: None without a cache."""
+        """For `pgcdc status`; the values are None without a cache."""
         cache = self._cache
         counts = (self.hits, self.misses, cache.entries) if cache is not None else (None, None, None)
         return dict(zip(("toast_cache_hits", "toast_cache_misses", "toast_cache_entries"), counts, strict=True))
@@ -113,10 +114,10 @@ class ToastStep:
         if self._cache is not None:
             self._cache.close()
 
-    # --- whether the catalog still says what it said
+    # --- whether the catalog still says the same
 
     def _take_facts(self, facts: dict[int, TableFacts], lsn: int, cache: ToastCache) -> None:
-        """Remember the catalog's facts, and since when they hold: unchanged ones keep their time."""
+        """Remember the catalog's facts, and since when they are true: unchanged facts keep their time."""
         self._facts.update(facts)
         self._rules.clear()
         seen = {
@@ -128,9 +129,9 @@ class ToastStep:
             cache.see_stamps(seen)
 
     def _check_told(self, batch: CaptureBatch, sql: Connection, cache: ToastCache) -> set[int]:
-        """The server described tables again, which it does after any change to a table. Are they the known ones? Returns
-        those of which nothing may be kept now. Count 1: for the first time on this connection, before its rows. Count 2:
-        again, somewhere between its rows."""
+        """The server described tables again, as it does after any change to a table. Check whether they are still the
+        known ones, and return the tables of which nothing may be kept for now. Count 1: described for the first time on
+        this connection, before the table's rows. Count 2: described again, somewhere between its rows."""
         if not batch.told:
             return set()
         fresh, lsn = self._catalog.read(sql, list(batch.told))
@@ -139,11 +140,11 @@ class ToastStep:
         for oid in batch.told:
             if not _is_trusted(cache.tables.get(oid), self._facts[oid]):
                 cache.evict_table(oid, first_lsn)
-        # What the catalog has said since before these changes did not happen between them.
+        # If the catalog's facts are older than these changes, nothing happened between them.
         return {oid for oid, count in batch.told.items() if count > 1 and cache.seen_stamp(oid)[1] >= first_lsn}
 
     def _prove(self, batch: CaptureBatch, oid: int, lsn: int, cache: ToastCache) -> None:
-        """Rows behind the stamp came without a new description: nothing was done to the table before the stamp."""
+        """Rows after the stamp came without a new description, so nothing was done to the table before the stamp."""
         table = cache.tables.get(oid)
         if batch.end.is_snapshot:  # these rows are not from the stream, and prove nothing
             return
@@ -166,14 +167,14 @@ class ToastStep:
     def _walk(
         self, batch: CaptureBatch, rows: ToastRows, sql: Connection, cache: ToastCache, found: _Found
     ) -> Iterator[int]:
-        """Go through the changes; `found` gets (mark, value). Yields the row where each piece ends. The cache has all
-        changes up to there, and they survive a kill, before the rows go to the spool."""
+        """Go through the changes; `found` collects (mark, value). Yields the row where each piece ends. By then the
+        cache has all changes up to that row, and they survive a kill before the rows go to the spool."""
         with cache.explaining():
             doubtful = self._check_told(batch, sql, cache)
             marks = rows.open_marks
             steps = rows.plan(self._tables_in(batch, rows, cache, doubtful), marks)
             in_steps = sum(steps.end_mark) - sum(steps.first_mark)
-            self.misses += len(marks) - in_steps  # of tables that nothing is kept of
+            self.misses += len(marks) - in_steps  # those of tables for which nothing is kept
             columns, at = rows.mark_column[marks].tolist(), marks.tolist()
             begin = 0
             while begin < len(steps.row):
@@ -187,7 +188,7 @@ class ToastStep:
     def _tables_in(
         self, batch: CaptureBatch, rows: ToastRows, cache: ToastCache, doubtful: set[int]
     ) -> list[tuple[int, npt.NDArray[np.int64], TableRules, bool]]:
-        """The tables of a batch that use the cache: version, rows, rules, and whether it has entries."""
+        """The tables of a batch that use the cache: version, rows, rules, and whether it has entries for them."""
         versions = [version for version in np.unique(rows.relation).tolist() if version >= 0]
         oids = [rows.relations[version].oid for version in versions]
         first_lsn = int(rows.place[0])
@@ -198,7 +199,7 @@ class ToastStep:
                 cache.evict_table(oid, first_lsn)
                 continue
             self._prove(batch, oid, first_lsn, cache)
-            # Of two shapes in one batch, one may find what the other stored.
+            # If one batch has two shapes of a table, one may find what the other stored.
             has_entries = cache.has_entries(oid) or oids.count(oid) > 1
             found.append((version, np.flatnonzero(rows.relation == version), rules, has_entries))
         return found
@@ -207,8 +208,8 @@ class ToastStep:
         self, steps: Steps, begin: int, rows: ToastRows, columns: list[int], marks: list[int], cache: ToastCache,
         found: _Found,
     ) -> int:  # fmt: skip
-        """For each change: look up, resolve, and store what is now known. Ends early when `found` is large. The hot loop: as
-        few calls as possible."""
+        """For each change: look up, resolve, and store what is now known. Stops early when `found` is large. This is
+        the hot loop: as few calls as possible."""
         grown = hits = misses = 0
         prefixes: dict[int, bytes | None] = {}
         get, put, remove = cache.get, cache.put, cache.remove
@@ -222,7 +223,7 @@ class ToastStep:
                 if cache.generations != known_tables:
                     prefixes.clear()
                 prefixes[version] = prefix
-            if prefix is None or key is None:  # nothing is kept of the table, or rows are indistinguishable
+            if prefix is None or key is None:  # nothing is kept for the table, or its rows cannot be identified
                 misses += end - first
                 continue
             full = prefix + key if len(key) <= MAX_KEY else cache.shorten(prefix, key)
@@ -238,7 +239,8 @@ class ToastStep:
                 if source is not None:
                     remove(lsn, old_full, source)
             packed = sent
-            # An INSERT with unchanged values is an update of a row that was filtered out until now: we lack them.
+            # An INSERT with unchanged values is an update of a row that was filtered out until now: we do not have
+            # them.
             before = b"" if source is None or op == INSERT else source[STORED_HEAD:]
             if first + 1 == end and not sent and (value := single_value(before, columns[first])) is not None:
                 if cache.is_sound(source, before):
@@ -279,7 +281,8 @@ class ToastStep:
     def _prefix(
         self, version: int, op: int, lsn: int, sent: bytes, relations: Relations, cache: ToastCache
     ) -> bytes | None:
-        """The prefix of a table's entries in this version's shape; None if there are none and none should be made."""
+        """The prefix of a table's entries in this version's shape; None if there are no entries and none should be
+        created."""
         oid = relations[version].oid
         table = cache.tables.get(oid)
         if table is not None and (op == Op.TRUNCATE or table.shape != self._shapes[version]):
@@ -291,14 +294,14 @@ class ToastStep:
 
 
 def _is_trusted(table: Generation | None, facts: TableFacts) -> bool:
-    """Whether the stream saw everything done to a table since its entries were stored."""
+    """Whether the stream saw every change to a table since its entries were stored."""
     if table is None or table.stamp != facts.stamp:
         return False
     return table.is_proven or table.first_lsn > table.stamp_lsn
 
 
 def _unresolved(rows: ToastRows) -> ConversionError:
-    """`full` was requested, but the old tuple is gone."""
+    """The error if `full` was requested, but the old tuple was not sent."""
     mark = int(rows.open_marks[0])
     row = int(rows.mark_row[mark])
     relation = rows.relations[int(rows.relation[row])]

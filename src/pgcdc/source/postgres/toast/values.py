@@ -1,4 +1,4 @@
-"""A batch's changes for the TOAST step: arrays in, and a batch with values filled in out."""
+"""A batch's changes for the TOAST step: turns a batch into arrays, and builds a batch with the values filled in."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ Ints = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
 _VALUE = struct.Struct("<HI")  # column and length
-_HEAD_TYPE = np.dtype([("column", "<u2"), ("length", "<u4")])  # the same, for many
+_HEAD_TYPE = np.dtype([("column", "<u2"), ("length", "<u4")])  # the same, for arrays
 _LENGTH = struct.Struct("<I")
 
 
 class Steps(NamedTuple):
-    """What changes mean to the cache, in order; one list element each."""
+    """What the changes mean for the cache, in order; one list element for each."""
 
     row: list[int]
     version: list[int]
@@ -36,9 +36,9 @@ class Steps(NamedTuple):
     place: list[int]
     key: list[bytes | None]
     old_key: list[bytes | None]  # Only where it differs
-    packed: list[bytes]  # Sent values that may come as unchanged later
+    packed: list[bytes]  # Sent values that may be omitted as unchanged later
     first_mark: list[int]
-    end_mark: list[int]  # Which of the open marks are its
+    end_mark: list[int]  # The range of open marks that belong to it
 
 
 def cache_place(commit: Any, kind: Any) -> Any:
@@ -47,7 +47,7 @@ def cache_place(commit: Any, kind: Any) -> Any:
 
 
 def pack_values(values: dict[int, bytes]) -> bytes:
-    """Values by column in one piece; equal values give equal bytes."""
+    """Values by column, packed into one piece; equal values give equal bytes."""
     return b"".join([_VALUE.pack(column, len(values[column])) + values[column] for column in sorted(values)])
 
 
@@ -62,14 +62,14 @@ def unpack_values(data: bytes) -> dict[int, bytes]:
 
 
 def single_value(packed: bytes, column: int) -> bytes | None:
-    """A column's value, if it is the only packed one: the common case, without a dict."""
+    """A column's value if it is the only one packed: the common case, handled without a dict."""
     if len(packed) < _VALUE.size or _VALUE.unpack_from(packed) != (column, len(packed) - _VALUE.size):
         return None
     return packed[_VALUE.size :]
 
 
 class ToastRows:
-    """The columns of a batch as arrays, and the places of its unchanged values."""
+    """The columns of a batch as arrays, and the locations of its unchanged values."""
 
     def __init__(self, batch: CaptureBatch, data: pa.RecordBatch) -> None:
         self._batch = batch
@@ -96,16 +96,16 @@ class ToastRows:
 
     @property
     def open_marks(self) -> Ints:
-        """Numbers of the marks of unresolved new values."""
+        """Indexes of the marks whose new value is unresolved."""
         return np.flatnonzero(self.mark_left & (self.mark_column >= 0))
 
     @property
     def is_changed(self) -> bool:
-        """Whether a value came from an old tuple."""
+        """Whether any value was taken from an old tuple."""
         return len(self._from_old) > 0
 
     def resolve_old(self) -> None:
-        """Take values from the old tuple. An unchanged value is never NULL, so any value there is the one."""
+        """Take values from the old tuple. An unchanged value is never NULL, so any value found there is the right one."""
         marks = self.open_marks
         marks = marks[self._has_old[self.mark_row[marks]]]
         if len(marks):
@@ -134,8 +134,8 @@ class ToastRows:
     # --- what the cache needs
 
     def plan(self, tables: Sequence[tuple[int, Ints, TableRules, bool]], marks: Ints) -> Steps:
-        """What to do for rows of these tables: (version, rows, rules, whether it has entries). `marks` are the open ones.
-        Short rows of a table without entries do not concern the cache, and are left out."""
+        """What to do for rows of these tables: (version, rows, rules, whether it has entries). `marks` are the open
+        ones. Short rows of a table without entries do not concern the cache, and are omitted."""
         mark_row = self.mark_row[marks]
         has_marks = np.zeros(self.data.num_rows, bool)
         has_marks[mark_row] = True
@@ -167,7 +167,7 @@ class ToastRows:
         if not has_entries:
             if not is_long.any():
                 return None
-            later = written >= written[is_long][0]  # what comes before finds nothing
+            later = written >= written[is_long][0]  # earlier rows would find nothing
             mine = mine[mine >= written[is_long][0]]
             written, lengths, is_long = written[later], lengths[later], is_long[later]
         keys: list[bytes | None] = [None] * len(mine)
@@ -192,7 +192,7 @@ class ToastRows:
         return mine, keys, old_keys, packed
 
     def _pack(self, rows: Ints, lengths: Ints, keep: Flags) -> list[bytes]:
-        """The values to keep, in the form of `pack_values`."""
+        """The values to keep, packed as by `pack_values`."""
         columns = np.flatnonzero(keep.any(axis=0)).tolist()
         if not columns:
             return [b""] * len(rows)
@@ -222,7 +222,7 @@ class ToastRows:
 
     @staticmethod
     def _keys(lists: pa.ListArray, at: Ints, rows: Ints, columns: Sequence[int]) -> list[bytes | None]:
-        """The values of the key columns in one piece; None if one is missing."""
+        """The values of the key columns as one piece; None if one is missing."""
         parts = [lists.values.take(pa.array(at[rows] + column)).to_pylist() for column in columns]
         if len(parts) == 1:
             found: list[bytes | None] = parts[0]
@@ -232,7 +232,7 @@ class ToastRows:
             for several in zip(*parts, strict=True)
         ]
 
-    # --- what leaves
+    # --- output
 
     def rebuild(self, begin: int, end: int, found: Sequence[tuple[int, bytes]]) -> CaptureBatch:
         """The changes of rows `begin` to `end`, with the old tuple's values and `found` (mark, value) filled in."""

@@ -1,12 +1,12 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False, cdivision=True
 """`PythonRowBuffer` in C. Read that one first: this file has the same steps in the same order.
 
-A row is written behind what is held, and counted only when it is complete. So a message that turns out to be damaged
-leaves nothing to undo: the next row overwrites what it had written.
+A row is written after the held rows, and counted only when it is complete. So a message that turns out to be damaged
+leaves nothing to undo: the next row overwrites what was written.
 
-Everything that comes from the wire is untrusted. A length is compared with what is left of the message before it is
-used, and room is made for the rest of the message before its values are copied, so that the loop over the columns
-needs no further checks of the room. What is wrong with a message is not said here: the Python one is asked about it.
+Everything from the wire is untrusted. A length is compared with the rest of the message before it is used, and room is
+made for the rest of the message before its values are copied, so the loop over the columns needs no further checks for
+room. This code does not describe what is wrong with a message: it asks the Python version.
 """
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
@@ -28,7 +28,7 @@ cdef enum:
     NULL_BYTES = 4
     MAX_OFFSET = 0x7FFFFFFF
     FIRST_ROOM = 4096
-    KEPT_ROOM = 16 * 1024 * 1024  # a region that one huge row made larger than this is given back
+    KEPT_ROOM = 16 * 1024 * 1024  # a region above this size, grown by one huge row, is freed
     RECENT_TABLES = 64  # a power of two
 
 
@@ -38,20 +38,20 @@ cdef struct Region:
 
 
 cdef struct Values:
-    # One value list column: the items of its lists, end to end.
+    # One column of value lists: the items of its lists, end to end.
     Region data
     Region ends  # int32: where each item's bytes end in `data`
-    Region valid  # a byte per item; they become bits in take()
+    Region valid  # one byte per item; take() turns them into bits
     size_t items
     size_t size  # bytes of `data` in use
-    size_t next_items  # the same two, with the row that is being read
+    size_t next_items  # the same two, including the row that is being read
     size_t next_size
 
 
 cdef struct Row:
     int64_t ordinal
     int32_t relation
-    int32_t new_end  # how many items are held up to and with this row: the end offset of its list
+    int32_t new_end  # the number of items held up to and including this row: the end offset of its list
     int32_t old_end
     int32_t unchanged_end
     int32_t sub
@@ -78,7 +78,7 @@ cdef struct Scan:
     uint8_t op
     uint8_t old_kind
     size_t nulls
-    size_t unchanged  # how many are held, with those of this row
+    size_t unchanged  # the number held, including those of this row
 
 
 cdef int grow(Region* region, size_t size) except -1:
@@ -117,7 +117,7 @@ cdef inline uint32_t load_u32(const uint8_t* at) noexcept:
 
 
 cdef int read_values(Scan* scan, Values* values, Region* unchanged, bint is_new) except -1:
-    """Write one tuple behind what `values` holds. 0, or 1 if the message is damaged."""
+    """Write one tuple after the content of `values`. Returns 0, or 1 if the message is damaged."""
     cdef int32_t columns = scan.columns
     if scan.end - scan.at < 2 or load_i16(scan.at) != columns:
         return 1
@@ -159,7 +159,7 @@ cdef int read_values(Scan* scan, Values* values, Region* unchanged, bint is_new)
                 return 1
             valid[index] = 0
             scan.nulls += 1
-        ends[index] = <int32_t>size  # at most max_held, which the caller has checked
+        ends[index] = <int32_t>size  # at most max_held: the caller has checked that
     scan.at = at
     values.next_items = values.items + columns
     values.next_size = size
@@ -201,31 +201,31 @@ cdef class CompiledRowBuffer:
 
     @property
     def rows(self):
-        """How many changes are held."""
+        """The number of changes held."""
         return self._count
 
     @property
     def nbytes(self):
-        """About how many bytes are held."""
+        """The approximate number of bytes held."""
         return self._held()
 
     cdef inline size_t _held(self) noexcept:
         return self._wire_bytes + NULL_BYTES * self._nulls + ROW_BYTES * self._count
 
     def define(self, uint32_t oid, int32_t relation, int16_t columns):
-        """From now on the rows of table `oid` are of this relation version."""
+        """From now on the rows of table `oid` have this relation version."""
         self._tables[oid] = (relation, columns)
         self._recent[oid & (RECENT_TABLES - 1)] = Table(oid, relation, columns)
 
     def forget(self):
-        """No table is defined any more."""
+        """Undefine all tables."""
         cdef int index
         self._tables.clear()
         for index in range(RECENT_TABLES):
             self._recent[index].columns = -1
 
     def limit(self, size_t rows, size_t nbytes):
-        """How much makes it full."""
+        """Set the size at which the buffer is full."""
         self._full_rows = rows
         self._full_bytes = nbytes
 
@@ -248,7 +248,7 @@ cdef class CompiledRowBuffer:
         return self._count >= self._full_rows or self._held() >= self._full_bytes
 
     cdef int _add(self, const uint8_t* data, Py_ssize_t size, int64_t ordinal, bint streamed) except -1:
-        """0, or 1 if the message is damaged: then nothing has changed."""
+        """Returns 0, or 1 if the message is damaged: then nothing has changed."""
         cdef Scan scan
         if size == 0 or <size_t>size > self._max_held - self._wire_bytes:
             return 1
@@ -299,7 +299,7 @@ cdef class CompiledRowBuffer:
 
         make_room(&self._table, (self._count + 1) * sizeof(Row))
         self._mark(xid)
-        # From here on nothing fails: the row counts.
+        # Nothing can fail after this point: the row counts.
         self._unchanged_count = scan.unchanged
         self._new.items = self._new.next_items
         self._new.size = self._new.next_size
@@ -321,7 +321,8 @@ cdef class CompiledRowBuffer:
         return table
 
     cdef inline int _mark(self, uint32_t xid) except -1:
-        # The next change is of this (sub)transaction; 0: it was not streamed. Last to fail, so nothing is to undo.
+        # The next change belongs to this (sub)transaction; 0: it was not streamed. This is the last step that can fail,
+        # so there is nothing to undo.
         cdef Run* last = <Run*>self._runs.at + self._run_count - 1
         if xid == 0 or (self._run_count and last.xid == xid):
             return 0
@@ -331,7 +332,7 @@ cdef class CompiledRowBuffer:
         return 0
 
     cdef void _put(self, Row row) noexcept:
-        # The caller has made room for it, and has counted what its lists hold.
+        # The caller has made room for it, and has counted the items of its lists.
         row.new_end = <int32_t>self._new.items
         row.old_end = <int32_t>self._old.items
         row.unchanged_end = <int32_t>self._unchanged_count
@@ -368,13 +369,13 @@ cdef class CompiledRowBuffer:
         self._wire_bytes += size
 
     def runs(self):
-        """Which (sub)transactions the changes held are of."""
+        """The (sub)transactions to which the held changes belong."""
         size = self._run_count * sizeof(Run)
         found = PyBytes_FromStringAndSize(<char*>self._runs.at, size) if size else b""
         return np.frombuffer(found, np.uint32).reshape(-1, 2)
 
     def take(self):
-        """Everything held, in the schema CHANGES."""
+        """All held changes, in the schema CHANGES; empties the buffer."""
         cdef size_t count = self._count
         cdef size_t index
         cdef Row* row = <Row*>self._table.at
@@ -402,7 +403,7 @@ cdef class CompiledRowBuffer:
             new_ends[index + 1] = row.new_end
             old_ends[index + 1] = row.old_end
             unchanged_ends[index + 1] = row.unchanged_end
-            # By operation and not by length: the list of a table without columns is empty, not null.
+            # By operation rather than length: the list of a table without columns is empty, not null.
             new_bits.put(index, row.op != c"D" and row.op != c"T")
             old_bits.put(index, row.old_kind != 0)
             unchanged_bits.put(index, row.unchanged_end != unchanged_ends[index])
@@ -463,7 +464,8 @@ cdef class CompiledRowBuffer:
         trim(&self._old.valid, kept)
 
 
-# From C to Arrow. Copied into Arrow's own memory: that has the exact size, and our regions stay warm for the next rows.
+# From C to Arrow. The data is copied into Arrow's own memory: that has the exact size, and our regions stay warm for
+# the next rows.
 
 
 cdef object _allocate(size_t size):

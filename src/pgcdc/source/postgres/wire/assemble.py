@@ -1,8 +1,8 @@
 """From pgoutput messages to batches of committed transactions. Pure: bytes in, batches out, no clock and no socket.
 
-Rows go to a row buffer; what overflows it goes to pending parts (in memory while small, else on disk) that become visible at
-the commit, where the END lsn is first known. Whole transactions share one row buffer, so that small ones share a batch; a
-transaction that the server streams while it runs has its own.
+Rows go to a row buffer. What overflows it goes to pending parts (in memory while small, else on disk). They become
+visible at the commit, where the END lsn is first known. Whole transactions share one row buffer, so that small ones
+share a batch; a transaction that the server streams while it runs has its own.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _ROWS = frozenset((wire.INSERT, wire.UPDATE, wire.DELETE))
 
 
 class Assembler:
-    """Feeds on messages in stream order; `pop` gives batches that end at a commit (or are parts of a huge transaction)."""
+    """Takes messages in stream order; `pop` returns batches that end at a commit (or are parts of a huge transaction)."""
 
     def __init__(
         self,
@@ -66,18 +66,18 @@ class Assembler:
         self._committed_rows = 0
         # The state of one connection; `abandon` resets it.
         self._shared = self._new_rows()
-        self._rows = self._shared  # where rows go now
-        self._open: Transaction | None = None  # whose rows come now
+        self._rows = self._shared  # the buffer for the current rows
+        self._open: Transaction | None = None  # the transaction of the current rows
         self._in_stream = False
         self._streams = StreamedTransactions(self._store, spill_bytes)
         self._prepared = PreparedTransactions(self._store)
         self._tables: dict[int, Table] = {}
-        self._told: dict[int, int] = {}  # what the next batch says
+        self._told: dict[int, int] = {}  # passed on with the next batch
         self._relation_count = 0
         self.leaves: dict[int, set[int]] = {}
-        """Described right behind another relation by what has committed: partitions whose changes come as those of a root.
-        (Or tables that were truncated together.) Whoever uses it clears it."""
-        self._described = (0, 0, 0)  # The last one, and its transaction and place there
+        """Relations described directly after another relation by committed transactions: partitions whose changes are
+        sent as those of a root (or tables truncated together). The user of this map clears it."""
+        self._described = (0, 0, 0)  # The last description: its oid, and its transaction and place there
         self._resume_lsn = 0
         self._parallel = False
         self._rewrite_row: Callable[[bytes, Sequence[Column], int, int], bytes] | None = None
@@ -101,11 +101,12 @@ class Assembler:
         }
 
     def begin_at(self, lsn: int) -> None:
-        """The stream begins at `lsn`: a slot was created there just now."""
+        """The stream begins at `lsn`: a slot was just created there."""
         self.last_lsn = self._outbox.last_lsn = lsn
 
     def begin(self, *, parallel: bool = False, two_phase: bool = False, decoder: BinaryDecoder | None = None) -> None:
-        """A connection begins. With `two_phase` the server may start before what was read already; repeats are skipped."""
+        """A connection begins. With `two_phase` the server may start before the position already read; repeats are
+        skipped."""
         self._parallel = parallel
         self._resume_lsn = self.last_lsn if two_phase else 0
         self._prepared.begin(two_phase=two_phase)
@@ -122,7 +123,7 @@ class Assembler:
         return not self._outbox and not self._committed
 
     def feed(self, message: _Bytes, lsn: int) -> None:
-        """Take one pgoutput message. Raises DecodeError for anything that breaks the protocol."""
+        """Take one pgoutput message. Raises DecodeError for anything that violates the protocol."""
         tag = message[0] if len(message) else 0
         if tag in _ROWS:  # once per row: as few steps as possible
             transaction = self._open
@@ -143,7 +144,7 @@ class Assembler:
         self._prepared.see(lsn)
 
     def confirmable(self, durable_lsn: int) -> int:
-        """What may be confirmed when everything handed out up to `durable_lsn` is durable."""
+        """What may be confirmed once everything returned up to `durable_lsn` is durable."""
         return self._prepared.confirmable(durable_lsn)
 
     def pop(self, *, drain: bool = True) -> CaptureBatch | None:
@@ -164,7 +165,7 @@ class Assembler:
         return batch
 
     def abandon(self) -> None:
-        """The connection is gone: forget what is undecided (the server sends it again), keep what was committed."""
+        """The connection is gone: forget undecided transactions (the server sends them again), keep committed ones."""
         if self._committed:
             self._seal_shared(self._open)
         if self._open is not None and not self._in_stream:
@@ -177,8 +178,8 @@ class Assembler:
         self._rows = self._shared = self._new_rows()
 
     def rename(self, before: Relation, after: Relation) -> None:
-        """From now on rows of this table have its new name, unless the server has described it otherwise meanwhile. It
-        describes a root again only when a partition changes, so rows would keep the old name."""
+        """From now on rows of this table have its new name, unless the server has described it differently meanwhile.
+        It describes a root again only when a partition changes, so rows would keep the old name until then."""
         table = self._tables.get(after.oid)
         if table is None or self.relations[table.version] != before:
             return
@@ -237,8 +238,9 @@ class Assembler:
         elif self._open is not None:
             raise out_of_order("a non-transactional Message inside of a transaction", lsn)
         else:
-            # It stands alone. Its lsn is the end of its record, where no transaction ends. Not a byte further: the next
-            # record may be a commit, and the server skips commits that begin before the confirmed position.
+            # It is a batch of its own. Its lsn is the end of its record, where no transaction ends. It must not be a
+            # byte further: the next record may be a commit, and the server skips commits that begin before the
+            # confirmed position.
             end_lsn = logical.lsn
             if self._is_old(end_lsn, lsn):
                 return
@@ -295,14 +297,14 @@ class Assembler:
         parse = undecided.parse_parallel_abort if self._parallel else undecided.parse_stream_abort
         abort = parse(message, lsn)
         self._require_none("Stream Abort", lsn)
-        # PostgreSQL 18 also sends this for subtransactions that rolled back before anything was streamed.
+        # PostgreSQL 18 also sends this for subtransactions that rolled back before anything of them was streamed.
         if abort.subxid == abort.xid or abort.xid in self._streams:
             self._streams.abort(abort, lsn)
 
     def _end_stream(self, xid: int, name: str, lsn: int) -> Transaction:
-        """Ends a streamed transaction (Stream Commit or Stream Prepare). The server now takes its relations as known: always
-        after Stream Commit, and after Stream Prepare since PostgreSQL 15.20 (older servers describe them again). Relations
-        described since then are newer and stay."""
+        """End a streamed transaction (Stream Commit or Stream Prepare). From then on the server does not repeat its
+        relations: always after Stream Commit, and after Stream Prepare since PostgreSQL 15.20 (older servers describe
+        them again). Relations described since then are newer and stay."""
         self._require_none(name, lsn)
         transaction = self._streams.end(xid, name, lsn)
         for oid, table in transaction.tables.items():
@@ -346,9 +348,9 @@ class Assembler:
         self._require_none("Rollback Prepared", lsn)
         transaction = self._prepared.roll_back(rollback)
         if transaction is not None:
-            add_told(self._told, transaction.told)  # the server takes them as known
+            add_told(self._told, transaction.told)  # the server does not describe them again
 
-    # --- the steps they share
+    # --- shared steps
 
     def _require_none(self, name: str, lsn: int) -> None:
         if self._open is not None:
@@ -364,11 +366,11 @@ class Assembler:
         return self._open.tables if self._open is not None and self._in_stream else self._tables
 
     def _split(self, message: _Bytes, lsn: int) -> tuple[int, _Bytes]:
-        """The xid of a message in a block (outside of one: 0), and the message without it."""
+        """The xid of a message in a block (0 outside blocks), and the message without it."""
         return undecided.split_xid(message, lsn) if self._in_stream else (0, message)
 
     def _to_text(self, message: _Bytes, lsn: int) -> bytes:
-        """A row message with text values only. Damaged messages pass unchanged: the row buffer reports them."""
+        """A row message with only text values. Damaged messages pass unchanged: the row buffer reports them."""
         assert self._rewrite_row is not None
         data, head = bytes(message), 5 if self._in_stream else 1
         table = self._tables_now.get(int.from_bytes(data[head : head + 4], "big"))
@@ -377,7 +379,7 @@ class Assembler:
         return self._rewrite_row(data, self.relations[table.version].columns, lsn, head)
 
     def _is_old(self, end_lsn: int, lsn: int) -> bool:
-        """Whether a transaction was read before: only a connection that began before it sends it again."""
+        """Whether a transaction was read before: it is sent again only on a connection that began before it."""
         if end_lsn > _MAX_LSN:
             raise out_of_order(f"a transaction ends at {end_lsn:X}, which is no LSN,", lsn)
         if end_lsn > self.last_lsn:
@@ -425,7 +427,7 @@ class Assembler:
     def _seal(self) -> None:
         if self._in_stream and self._open is not None:
             self._streams.keep(self._rows, self._open)
-            # A new buffer: an emptied one keeps its memory, and there may be many transactions.
+            # Use a new buffer: an emptied one keeps its memory, and there may be many transactions.
             self._rows = self._open.rows = self._new_rows(self._open.tables)
         else:
             self._seal_shared(self._open)

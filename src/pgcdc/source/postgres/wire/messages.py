@@ -1,9 +1,9 @@
 """The replication stream's messages: pure functions from bytes to one type per message, and back.
 
-The envelope is the replication protocol's (XLogData, Keepalive, status update); XLogData holds one pgoutput message. This
-module has protocol version 1; later additions are in `undecided`. Row changes (Insert, Update, Delete) have no type here:
-they go straight into column buffers, in `rows`. Every function takes the whole message, tag byte included, and the LSN to
-name if it is damaged.
+The envelope is the replication protocol's (XLogData, Keepalive, status update); XLogData contains one pgoutput message.
+This module has protocol version 1; later additions are in `undecided`. Row changes (Insert, Update, Delete) have no
+type here: they go straight into column buffers, in `rows`. Every function takes the whole message, including the tag
+byte, and the LSN to name in errors if it is damaged.
 
 Parsed times are microseconds since 1970-01-01 UTC; the wire counts from 2000 (`POSTGRES_EPOCH_US`).
 """
@@ -53,7 +53,7 @@ _ADVICE = (
 )
 
 
-# Errors. The compiled decoder uses the same builders, so that the messages are the same.
+# Errors. The compiled decoder uses the same functions, so that the messages are identical.
 
 
 def decode_error(message: str, field: str, problem: str, lsn: int) -> DecodeError:
@@ -77,7 +77,7 @@ def show_byte(byte: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Keepalive:
-    """How far the server is. `wal_end` may be confirmed only when nothing received before it is unflushed."""
+    """How far the server has come. `wal_end` may be confirmed only when everything received before it is flushed."""
 
     wal_end: int
     send_time: int
@@ -96,7 +96,7 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Ends a transaction. What is confirmed is `end_lsn`."""
+    """Ends a transaction. Confirm `end_lsn`."""
 
     flags: int
     commit_lsn: int
@@ -106,7 +106,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Follows Begin if the transaction was replicated to the server from elsewhere."""
+    """Follows Begin if the transaction was replicated to this server from another one."""
 
     lsn: int  # Its commit LSN on the origin
     name: str
@@ -132,7 +132,7 @@ class Truncate:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What `pg_logical_emit_message` wrote. A non-transactional one comes outside Begin and Commit."""
+    """A message written with `pg_logical_emit_message`. A non-transactional one comes outside Begin and Commit."""
 
     transactional: bool
     lsn: int
@@ -141,7 +141,8 @@ class Message:
 
 
 class Fields:
-    """Reads the fields of one message in order, tag byte included; DecodeError for whatever does not fit."""
+    """Reads the fields of one message in order, including the tag byte. Raises DecodeError for anything that does not
+    fit."""
 
     __slots__ = ("_at", "_data", "_lsn", "_name")
 
@@ -202,7 +203,7 @@ class Fields:
         return self._data[at : at + size]
 
     def finish(self) -> None:
-        """Raises if bytes are left."""
+        """Raise if bytes are left."""
         left = len(self._data) - self._at
         if left:
             raise self.error("end", f"is followed by {left} bytes")
@@ -225,7 +226,7 @@ class Layout(Generic[_M]):
 
     tag: int
     name: str
-    make: Callable[..., _M]  # Takes the fields in their order; one that is None is left out
+    make: Callable[..., _M]  # Gets the fields in order; values that are None are skipped
     fields: Readers
 
     def __call__(self, data: bytes | memoryview, lsn: int = 0) -> _M:
@@ -239,7 +240,7 @@ class Layout(Generic[_M]):
 
 
 def encode_status_update(written: int, flushed: int, applied: int, now_us: int, reply_requested: bool) -> bytes:
-    """A standby status update. `flushed` is what the slot moves to; `now_us` counts from 2000, as the wire."""
+    """A standby status update. The slot moves to `flushed`; `now_us` counts from 2000, as on the wire."""
     return _STATUS_UPDATE.pack(STATUS_UPDATE, written, flushed, applied, now_us, int(reply_requested))
 
 
@@ -254,7 +255,7 @@ parse_origin = Layout(ORIGIN, "Origin", Origin, {"LSN": U64, "name": Fields.text
 
 
 def parse_relation(data: bytes | memoryview, lsn: int = 0) -> Relation:
-    """A Relation message: the shape in which the rows of a table come from now on."""
+    """A Relation message: the shape that rows of a table have from now on."""
     fields = Fields(data, RELATION, "Relation", lsn)
     oid = fields.number(U32, "oid")
     namespace = _namespace(fields)
@@ -278,7 +279,7 @@ def _column(fields: Fields, label: str) -> Column:
 
 
 def _namespace(fields: Fields, field: str = "namespace") -> str:
-    # The server saves bytes: it sends nothing for the one schema that every database has.
+    # The server saves bytes: it sends an empty name for the one schema that every database has.
     return fields.text(field) or "pg_catalog"
 
 
@@ -295,7 +296,7 @@ def parse_truncate(data: bytes | memoryview, lsn: int = 0) -> Truncate:
 
 
 def parse_message(data: bytes | memoryview, lsn: int = 0) -> Message:
-    """A Message message: the content is the application's bytes."""
+    """A Message message; its content is the application's bytes."""
     fields = Fields(data, MESSAGE, "Message", lsn)
     transactional = bool(fields.number(U8, "flags") & 1)
     written_at = fields.number(U64, "LSN")

@@ -1,8 +1,8 @@
 """Committed changes on their way out of the capture, and the batches they become.
 
-A change is numbered on arrival, as if every subtransaction would commit. Most do, and the parts go out unchanged. Only after
-a rollback are the rest renumbered, part by part on the way out: so a streamed transaction has the same positions as an
-unstreamed one, and only one part of it is in memory.
+A change is numbered on arrival, as if every subtransaction would commit. Most do, and then the parts go out unchanged.
+Only after a rollback are the remaining changes renumbered, part by part on the way out. So a streamed transaction has
+the same positions as an unstreamed one, and only one part of it is in memory.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ TransactionRow = tuple[int, int, int, int, bool, str | None]  # One row of the s
 
 
 class Outbox:
-    """What is ready to be handed out, in order."""
+    """What is ready to be returned, in order."""
 
     def __init__(self, relations: Relations, start_lsn: int) -> None:
         self._relations = relations
         self._ready: deque[Outgoing] = deque()
-        self.last_lsn = start_lsn  # END lsn of the last transaction that was handed out completely
+        self.last_lsn = start_lsn  # END lsn of the last transaction that was returned completely
 
     def __bool__(self) -> bool:
         return bool(self._ready)
@@ -59,7 +59,7 @@ class Outbox:
         return CaptureBatch(part, table, self._relations, end, self.last_lsn, told)
 
     def advance(self, lsn: int) -> CaptureBatch | None:
-        """A batch that only moves the position, if it moves and nothing is ready."""
+        """A batch that only moves the position. None if the position does not change or anything is ready."""
         if self._ready or lsn <= self.last_lsn:
             return None
         self.last_lsn = lsn
@@ -77,16 +77,16 @@ class Outgoing:
         told: Mapping[int, int] = {},
     ) -> None:
         """`transactions` describes the rows; if there is only one, `take` counts its rows."""
-        self.told = told  # As in CaptureBatch, of the next part
+        self.told = told  # As in CaptureBatch, for the next part
         self._transactions = transactions
         self._aborted = np.unique(np.frombuffer(aborted, np.uint32)) if aborted else np.empty(0, np.uint32)
         self._parts: deque[PendingPart] = deque()
-        self._clean = 0  # how many of the first parts are final
+        self._clean = 0  # the number of leading parts that are final
         self._at = (0, 0)
         is_clean = True
         for one in parts:
             mask = self._survivors(one)
-            is_clean = is_clean and mask is None  # behind the first gap no number is right
+            is_clean = is_clean and mask is None  # after the first gap every number is wrong
             self._clean += is_clean
             if mask is None or mask.any():
                 self._parts.append(one)
@@ -97,9 +97,10 @@ class Outgoing:
         return bool(self._parts)
 
     def take(self) -> tuple[Part, list[TransactionRow]]:
-        """The next part, final, with its transactions."""
+        """The next part, in final form, with its transactions."""
         one = self._parts.popleft()
-        self.told = {oid: count for oid, count in self.told.items() if count > 1}  # where, is not known
+        # where in the transaction is not known
+        self.told = {oid: count for oid, count in self.told.items() if count > 1}
         if self._clean:
             self._clean -= 1
             part = one.part
@@ -114,7 +115,7 @@ class Outgoing:
         return part, [(lsn, commit_time, xid, part.rows, not self._parts, origin)]
 
     def _survivors(self, one: PendingPart) -> npt.NDArray[np.bool_] | None:
-        """Which changes of a part stay; None if all do."""
+        """Which changes of a part remain; None if all do."""
         if not len(self._aborted):
             return None
         runs = one.load_runs()
@@ -130,7 +131,7 @@ class Outgoing:
         rows = one.part.load().combine_chunks().to_batches()[0]
         if mask is not None:
             rows = rows.filter(pa.array(mask))
-        one.drop()  # what is mapped stays readable
+        one.drop()  # mapped data stays readable
         ordinals, subs = number_changes(rows.column("op").to_numpy(), *self._at)
         self._at = int(ordinals[-1]), int(subs[-1])
         columns = [pa.array(ordinals, pa.int64()), pa.array(subs, pa.int32()), *rows.columns[2:]]
@@ -150,6 +151,6 @@ def number_changes(
 
 
 def add_told(told: dict[int, int], more: Mapping[int, int]) -> None:
-    """A table described again counts as told twice."""
+    """Merge counts; a table described again counts as 2."""
     for oid, count in more.items():
         told[oid] = 2 if oid in told else count

@@ -1,8 +1,9 @@
 """One replication connection in COPY_BOTH: the only module that reads and writes the stream's socket.
 
-`read_available` never blocks; the owner waits on `fileno()`. Nothing here interprets messages. The server's version decides
-pgoutput's protocol: 14 streams running transactions (protocol 2), 15 decodes two-phase commits (3), 16 says more about
-rollbacks (4). `WireOptions.check_server` refuses what a server lacks, before anything starts.
+`read_available` never blocks; the owner waits on `fileno()`. Nothing here interprets messages. The server's version
+determines pgoutput's protocol: 14 streams running transactions (protocol 2), 15 decodes two-phase commits (3), 16 says
+more about rollbacks (4). `WireOptions.check_server` refuses options that a server does not support, before anything
+starts.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from pgcdc.source.postgres.wire.messages import POSTGRES_EPOCH_US, encode_status
 _LOST_PUBLICATION = "skipped loading publication"
 _UNMAPPED = "could not map filenumber"
 _REFUSED_OPTION = {"0A000", "22023", "42601", "XX000"}
-"""How the plugin refuses an option (an internal error, to it), its value, or the protocol version."""
+"""SQLSTATEs with which the plugin refuses an option (for it, an internal error), a value, or the protocol version."""
 
 
 def protocol_version(server_version: int, options: WireOptions) -> int:
-    """The server's highest version, but 1 if no option needs more."""
+    """The server's highest version, or 1 if no option needs more."""
     if not options.streams and not options.two_phase:
         return 1
     return {14: 2, 15: 3}.get(server_version // 10000, 4 if server_version >= 160000 else 1)
 
 
 def streaming_mode(server_version: int, options: WireOptions) -> str:
-    """`off`, `on`, or `parallel`: then an abort carries its place and time."""
+    """`off`, `on`, or `parallel`. With `parallel`, an abort includes its LSN and time."""
     if not options.streams or server_version < 140000:
         return "off"
     return "parallel" if server_version >= 160000 else "on"
@@ -67,7 +68,7 @@ class ReplicationStream:
         self._pgconn.notice_handler = self._take_notice
 
     def start(self, slot: str, lsn: int, options: Sequence[str]) -> None:
-        """START_REPLICATION from `lsn` (0: from what the slot has confirmed), with these options of the plugin."""
+        """START_REPLICATION from `lsn` (0: from the slot's confirmed position), with these plugin options."""
         command = f"START_REPLICATION SLOT {quote_identifier(slot)} LOGICAL {format_lsn(lsn)} ({', '.join(options)})"
         result = self._pgconn.exec_(command.encode())
         if result.status != pq.ExecStatus.COPY_BOTH:
@@ -77,7 +78,7 @@ class ReplicationStream:
         return self._pgconn.socket
 
     def read_available(self, limit: int) -> Iterator[memoryview | bytes]:
-        """Up to `limit` messages that are already here; reads the socket once when the buffer is empty."""
+        """Up to `limit` messages that are already here. Reads the socket once when the buffer is empty."""
         get = self._pgconn.get_copy_data
         consumed = False
         for _ in range(limit):
@@ -99,7 +100,7 @@ class ReplicationStream:
             yield data
 
     def send_status(self, written: int, flushed: int, *, reply_requested: bool = False) -> None:
-        """Tell the server how far we are; only `flushed` lets it discard WAL."""
+        """Tell the server how far we are. Only `flushed` lets it discard WAL."""
         now_us = int(time.time() * 1_000_000) - POSTGRES_EPOCH_US
         message = encode_status_update(written, flushed, flushed, now_us, reply_requested)
         try:
@@ -109,7 +110,7 @@ class ReplicationStream:
             raise self._lost(str(error)) from error
 
     def check_notices(self) -> None:
-        """Raise if the server warned that it is leaving rows out."""
+        """Raise if the server warned that it omits rows."""
         if self._fatal_notice:
             raise self._publication_gap()
 
@@ -132,7 +133,7 @@ class ReplicationStream:
         )
 
     def _ended(self) -> Exception:
-        """The error behind the end of the COPY stream."""
+        """The error that ended the COPY stream."""
         try:
             result = self._pgconn.get_result()
         except psycopg.Error as error:
@@ -162,7 +163,7 @@ class ReplicationStream:
 
 
 class SlotBusy(SourceError):
-    """The slot is active for another process: maybe our own, that just died."""
+    """The slot is active for another process: maybe our own that just died."""
 
 
 _START_ERRORS: dict[str, tuple[type[PgcdcError], str, str]] = {

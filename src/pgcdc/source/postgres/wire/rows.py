@@ -1,9 +1,9 @@
-"""Row changes, from pgoutput's bytes into Arrow columns.
+"""Row changes, from pgoutput's bytes to Arrow columns.
 
-The hot path of the capture: one call of `add` per row. There are two implementations with the same results and the
-same errors (property-tested against each other): `CompiledRowBuffer` in `_rows.pyx`, and `PythonRowBuffer` here, which
-runs where there was no compiler, and is the one to read first. The compiled one does not say what is wrong with a message:
-it asks the one here.
+This is the hot path of the capture: one call of `add` per row. Two implementations give the same results and the same
+errors (property-tested against each other): `CompiledRowBuffer` in `_rows.pyx`, and `PythonRowBuffer` here. The Python
+one runs if no compiler was available. Read it first. The compiled one does not describe what is wrong with a message:
+it asks the Python one.
 """
 
 from __future__ import annotations
@@ -40,18 +40,19 @@ _NULL, _UNCHANGED, _TEXT, _BINARY = b"nutb"
 _I16 = struct.Struct("!h")
 _I32 = struct.Struct("!i")
 
-_ROW_BYTES = 32  # A row's cost beside its values: the fixed columns and the lists' offsets
-_NULL_BYTES = 4  # What a null costs beyond the byte it has on the wire: its offset
+_ROW_BYTES = 32  # A row's cost besides its values: the fixed columns and the lists' offsets
+_NULL_BYTES = 4  # What a null costs in addition to its byte on the wire: its offset
 _MAX_HELD = 2**31 - 1
-"""Arrow's offsets are int32. Every value and null takes at least one byte on the wire: bounding those is enough."""
+"""Arrow's offsets are int32. Every value and null takes at least one byte on the wire, so it is enough to limit the
+bytes."""
 
 _Values = list[bytes | None]
 _Row = tuple[int, int, int, int, _Values | None, _Values | None, int, list[int] | None, str | None]
 
 
 class PythonRowBuffer:
-    """Collects row changes until `take`, in plain Python. A row is decoded whole before it is kept: a failed `add` changes
-    nothing."""
+    """Collects row changes until `take`, in plain Python. A row is decoded completely before it is kept, so a failed
+    `add` changes nothing."""
 
     def __init__(self, max_held: int = _MAX_HELD) -> None:
         self._tables: dict[int, tuple[int, int]] = {}
@@ -71,7 +72,7 @@ class PythonRowBuffer:
         return self._wire_bytes + _NULL_BYTES * self._nulls + _ROW_BYTES * len(self._rows)
 
     def define(self, oid: int, relation: int, columns: int) -> None:
-        """From now on rows of table `oid` have this relation version. Outlives `take`."""
+        """From now on the rows of table `oid` have this relation version. Still in force after `take`."""
         self._tables[oid] = relation, columns
 
     def forget(self) -> None:
@@ -79,12 +80,12 @@ class PythonRowBuffer:
         self._tables.clear()
 
     def limit(self, rows: int, nbytes: int) -> None:
-        """How much makes it full. Outlives `take`."""
+        """Set the size at which the buffer is full. Still in force after `take`."""
         self._full_rows, self._full_bytes = rows, nbytes
 
     def add(self, message: bytes | memoryview, ordinal: int, lsn: int = 0, streamed: bool = False) -> bool:
-        """Append the change of one Insert, Update or Delete message, tag byte included; True if the buffer is now full. If
-        `streamed`, the (sub)transaction's xid follows the tag. `lsn` is for the error."""
+        """Append the change of one Insert, Update or Delete message, including the tag byte; returns whether the buffer
+        is now full. If `streamed`, the (sub)transaction's xid follows the tag. `lsn` is for errors."""
         if not message:
             raise truncated_error("Row", "tag", 1, 0, lsn)
         op = message[0]
@@ -116,17 +117,18 @@ class PythonRowBuffer:
         self._keep((ordinal, 0, Op.TRUNCATE, relation, None, None, OldKind.NONE, None, None), 0, 0, xid)
 
     def add_message(self, prefix: str, content: bytes, ordinal: int, sub: int, lsn: int = 0, xid: int = 0) -> None:
-        """Append a logical message: its content is the one value of `new`."""
+        """Append a logical message; its content becomes the only value of `new`."""
         size = 1 + len(prefix.encode()) + len(content)
         self._check_room("Message", size, lsn)
         self._keep((ordinal, sub, Op.MESSAGE, -1, [content], None, OldKind.NONE, None, prefix), size, 0, xid)
 
     def runs(self) -> Runs:
-        """Which (sub)transactions the changes belong to: (first change, xid) of each run; empty if none was streamed."""
+        """The (sub)transactions to which the changes belong: (first change, xid) of each run; empty if none was
+        streamed."""
         return np.array(self._runs, np.uint32).reshape(-1, 2)
 
     def take(self) -> pa.RecordBatch:
-        """Everything held, in the schema CHANGES, oldest first; empties the buffer."""
+        """All held changes, in the schema CHANGES, oldest first; empties the buffer."""
         columns = list(zip(*self._rows, strict=True)) or [()] * len(CHANGES)
         arrays = [pa.array(values, field.type) for values, field in zip(columns, CHANGES, strict=True)]
         self._rows.clear()
@@ -153,11 +155,11 @@ class PythonRowBuffer:
         self._nulls += nulls
 
 
-RowBuffer = PythonRowBuffer  # What both implementations offer
+RowBuffer = PythonRowBuffer  # The interface of both implementations
 
 
 class _RowFields(Fields):
-    """The fields of one row message; collects beside the values what they say about nulls and unchanged TOAST."""
+    """The fields of one row message; besides the values, it collects which are nulls and unchanged TOAST."""
 
     __slots__ = ("nulls", "unchanged")
 
@@ -178,7 +180,7 @@ class _RowFields(Fields):
             raise self.error(f"{side} column count", f"is {count}, but the relation has {columns}")
         values: _Values = []
         for index in range(columns):
-            field = f"{side} column {index + 1}"  # counted from 1, as PostgreSQL does
+            field = f"{side} column {index + 1}"  # counted from 1, as in PostgreSQL
             kind = self.raw(1, f"{field} kind")[0]
             if kind == _TEXT:
                 values.append(self.raw(self.count(_I32, f"{field} length"), f"{field} value"))
@@ -201,7 +203,7 @@ def explain_damage(
     lsn: int,
     streamed: bool,
 ) -> DecodeError:
-    """The problem of a message that the compiled decoder refused, given its tables and fill."""
+    """The error for a message that the compiled decoder refused, given its tables and how full it was."""
     buffer = PythonRowBuffer(max_held)
     buffer._tables, buffer._wire_bytes = tables, wire_bytes
     try:
@@ -211,7 +213,7 @@ def explain_damage(
     raise AssertionError(f"the decoders do not agree about {bytes(message)!r}")
 
 
-# Which implementation runs.
+# Choice of implementation.
 
 
 def new_row_buffer() -> RowBuffer:
@@ -220,7 +222,7 @@ def new_row_buffer() -> RowBuffer:
 
 
 def decoder_name() -> str:
-    """Which implementation `new_row_buffer` gives: "compiled" or "python"."""
+    """The implementation that `new_row_buffer` uses: "compiled" or "python"."""
     return "compiled" if _compiled() else "python"
 
 

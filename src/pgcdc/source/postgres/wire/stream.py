@@ -64,7 +64,7 @@ class Capture:
         on_notice: Callable[[str], None] | None = None,
         check: Callable[[Connection], None] | None = None,
     ) -> None:
-        """`check` sees every new replication connection before the stream starts, and may refuse it by raising."""
+        """`check` is called with every new replication connection before the stream starts, and may raise to refuse it."""
         self._url = url
         self._check = check
         self._slot = slot
@@ -81,16 +81,16 @@ class Capture:
         self._assembler = Assembler(
             relations if relations is not None else Relations(), start_lsn=start_lsn, spill_dir=spill_dir
         )
-        self.wal_end = start_lsn  # How far the server has told us its WAL goes
+        self.wal_end = start_lsn  # The last WAL end that the server reported
         self.confirmed_lsn = 0
-        """What the server may discard: less than what is durable while transactions are prepared (two-phase commit)."""
+        """What the server may discard. Less than what is durable while transactions are prepared (two-phase commit)."""
         self._durable_lsn = confirmed_lsn
-        self.target_lsn = 0  # When set, idle progress up to here is reported at once instead of every 10 s
+        self.target_lsn = 0  # When set, idle progress up to here is reported immediately instead of every 10 s
         self.received = 0  # Row changes and other messages received
         self.status_interval_s = STATUS_INTERVAL_S
-        """Shorter where the server's wal_sender_timeout is short: while paused we do not see its requests."""
+        """Shorter if the server's wal_sender_timeout is short: while paused we do not see its requests."""
         self.is_drained = True
-        """Whether the last `poll` read everything available; if not, poll again instead of waiting on the socket."""
+        """Whether the last `poll` read everything available. If not, poll again instead of waiting on the socket."""
         self._handed_out = max(start_lsn, confirmed_lsn)
         self._last_change = 0  # The end of the last batch with rows
         self._status_due = 0.0
@@ -113,14 +113,15 @@ class Capture:
             else:
                 two_phase = self._check_two_phase(connection)
             if connection.info.parameter_status("server_encoding") == "SQL_ASCII":
-                # The server knows no encoding to convert from: asked for UTF-8, it would end the stream at the first
-                # byte that does not fit. So it sends what it has, and whoever makes events decides.
+                # The server does not know the encoding to convert from. If we asked for UTF-8, it would end the stream
+                # at the first byte that does not fit. So it sends the bytes unchanged, and the code that builds events
+                # decides.
                 connection.pgconn.exec_(b"SET client_encoding = 'SQL_ASCII'")
             stream = ReplicationStream(connection, self._on_notice)
             options = self._options.but(two_phase=two_phase)
             mode = streaming_mode(version, options)
             self._assembler.begin(parallel=mode == "parallel", two_phase=two_phase, decoder=self._binary_decoder())
-            # A transaction that was prepared before what we have read comes again only if we begin before its PREPARE.
+            # A transaction prepared before the position we have read is sent again only if we start before its PREPARE.
             start_lsn = 0 if two_phase else self._assembler.last_lsn
             stream.start(self._slot, start_lsn, plugin_options(version, self._publications, options))
         except BaseException:
@@ -132,13 +133,13 @@ class Capture:
         self._advance_due = time.monotonic() + ADVANCE_INTERVAL_S
 
     def _check_two_phase(self, connection: Connection) -> bool:
-        """Whether the slot decodes prepared transactions: fixed at its creation."""
+        """Whether the slot decodes prepared transactions, which is fixed when it is created."""
         two_phase = is_two_phase(connection, self._slot)
         self._options.check_slot(self._slot, two_phase)
         return two_phase
 
     def _binary_decoder(self) -> BinaryDecoder | None:
-        """Turns binary values into text; it asks the server for types that are created later."""
+        """Converts binary values to text. It asks the server about types that are created later."""
         if not self._options.binary:
             return None
         from pgcdc.postgres.types.catalog import TypeCatalog
@@ -151,19 +152,19 @@ class Capture:
         return BinaryDecoder(load(), reload=load)
 
     def disconnect(self) -> None:
-        """Close the connection at once and drop the open transaction; committed changes stay available."""
+        """Close the connection immediately and drop the open transaction; committed changes stay available."""
         if self._stream is not None:
             self._stream.close()
             self._stream = None
         self._assembler.abandon()
 
     def rename(self, before: Relation, after: Relation) -> None:
-        """The catalog says that a table is called otherwise. Of the root of partitions the server does not."""
+        """The catalog shows a new name for a table. For the root of partitions, the server does not announce it."""
         self._assembler.rename(before, after)
 
     @property
     def leaves(self) -> dict[int, set[int]]:
-        """As of the assembler."""
+        """See `Assembler.leaves`."""
         return self._assembler.leaves
 
     @property
@@ -185,8 +186,8 @@ class Capture:
         return self._stream.fileno()
 
     def poll(self, limit: int = 65_536, *, drain: bool = True) -> CaptureBatch | None:
-        """Read what is available. None: wait on `fileno()` and call again. Without `drain` only full batches are returned,
-        so that small transactions gather."""
+        """Read what is available. None: wait on `fileno()` and call again. Without `drain` only full batches are
+        returned, so that small transactions are combined."""
         self._assembler.limit(limit)
         batch = self._assembler.pop(drain=False)
         if batch is None:
@@ -201,7 +202,7 @@ class Capture:
         return batch
 
     def keep_alive(self) -> float:
-        """Send a status update if one is due; returns the seconds until the next. Call it also while reading is paused."""
+        """Send a status update if one is due; returns the seconds until the next. Also call it while reading is paused."""
         if self._stream is None:
             return self.status_interval_s
         now = time.monotonic()
@@ -210,13 +211,13 @@ class Capture:
         return max(0.0, self._status_due - now)
 
     def ask_for_progress(self) -> None:
-        """Ask the server how far it is; its answer moves `wal_end`."""
+        """Ask the server how far it has come; its answer moves `wal_end`."""
         if self._stream is not None:
             self._stream.send_status(self._written_lsn(), self.confirmed_lsn, reply_requested=True)
 
     def send_feedback(self, lsn: int) -> None:
-        """Tell the server that everything up to `lsn`, the `last_lsn` of a batch, is durable. While a transaction is
-        prepared whose outcome is not durable, less is confirmed: see `confirmed_lsn`."""
+        """Tell the server that everything up to `lsn`, the `last_lsn` of a batch, is durable. While the outcome of a
+        prepared transaction is not durable, less is confirmed: see `confirmed_lsn`."""
         if lsn > self._handed_out:
             raise ValueError(
                 f"{format_lsn(lsn)} was never handed out: the last batch ended at {format_lsn(self._handed_out)}"
@@ -226,8 +227,8 @@ class Capture:
             self._send_status()
 
     def receive_batch(self, limit: int = 65_536, timeout_s: float = 1.0) -> CaptureBatch | None:
-        """The next batch of about `limit` changes: it ends at a commit, or is a part of one huge transaction. Waits until
-        there is data; None after `timeout_s` without any. Reconnects by itself unless `fail_fast`."""
+        """The next batch of about `limit` changes: it ends at a commit, or is a part of one huge transaction. Waits
+        until there is data; returns None after `timeout_s` without any. Reconnects automatically unless `fail_fast`."""
         deadline = time.monotonic() + timeout_s
         attempt = 0
         while True:
@@ -252,8 +253,8 @@ class Capture:
                 select.select([self.fileno()], [], [], min(remaining, status_due_s))
 
     def messages(self, timeout_s: float | None = None, limit: int = 65_536) -> Iterator[Message]:
-        """The same as typed messages, one by one; ends after `timeout_s` without any, or never. Confirm with the `lsn` of a
-        Commit. Progress of an idle server is confirmed here, if everything before it is."""
+        """The same as typed messages, one by one. Ends after `timeout_s` without any, or never. Confirm with the `lsn`
+        of a Commit. Progress of an idle server is confirmed here, once everything before it is."""
         return typed_messages(self._receive_all(timeout_s, limit))
 
     def _receive_all(self, timeout_s: float | None, limit: int) -> Iterator[CaptureBatch]:
@@ -285,7 +286,7 @@ class Capture:
         self.close()
 
     def _pump(self) -> bool:
-        """Decode what the socket has; True if it had less than our limit."""
+        """Decode what the socket has; returns whether that was less than our limit."""
         stream, feed = self._stream, self._assembler.feed
         if stream is None:
             return True
@@ -297,7 +298,7 @@ class Capture:
                 feed(data[wire.XLOG_DATA_HEADER_BYTES :], int.from_bytes(data[1:9], "big"))
             else:
                 self._take_keepalive(data)
-            if size >= PUMP_BYTES:  # large rows: hand out what is ready before more is read
+            if size >= PUMP_BYTES:  # large rows: return what is ready before reading more
                 break
         stream.check_notices()
         self.received += count
@@ -312,7 +313,7 @@ class Capture:
             self._advance_due = 0.0
 
     def _advance(self) -> CaptureBatch | None:
-        """Idle progress: at most every 10 s, or at once if the server asks for a reply or somebody waits for it."""
+        """Idle progress: at most every 10 s, or immediately if the server asks for a reply or somebody waits for it."""
         now = time.monotonic()
         if now < self._advance_due and not self._handed_out < self.target_lsn <= max(self.wal_end, self.last_lsn):
             return None
@@ -346,9 +347,9 @@ def open_capture(
     fail_fast: bool = False,
     spill_dir: Path | None = None,
 ) -> Capture:
-    """Connect to an existing slot (a temporary one is created) and start reading it. The slot keeps our place: after a crash
-    the next capture begins with what was not confirmed by `send_feedback`. What the server is asked for (`streaming`,
-    `messages`, `two_phase`, `origin`, `binary`) is described in `WireOptions`."""
+    """Connect to an existing slot (a temporary one is created) and start reading it. The slot keeps our position: after
+    a crash the next capture begins with what was not confirmed by `send_feedback`. `WireOptions` describes what to
+    request from the server (`streaming`, `messages`, `two_phase`, `origin`, `binary`)."""
     names = [publication] if isinstance(publication, str) else list(publication)
     asked = {"streaming": streaming, "messages": messages, "two_phase": two_phase, "origin": origin, "binary": binary}
     options = make_options(WireOptions, asked, "open_capture", "Leave it out for the default")

@@ -1,8 +1,8 @@
-"""What PostgreSQL says about transactions whose outcome is not known yet: those that it streams while they run, and
-those that are prepared for a two-phase commit. Pure functions from bytes to one type per message, as in `messages`.
+"""Messages about transactions whose outcome is not known yet: those that PostgreSQL streams while they run, and those
+that are prepared for a two-phase commit. Pure functions from bytes to one type per message, as in `messages`.
 
-A streamed transaction comes in blocks (Stream Start ... Stream Stop), between which blocks of others and whole
-transactions may stand. Inside of a block, every message but Origin has the xid of its subtransaction behind the tag.
+A streamed transaction is sent in blocks (Stream Start ... Stream Stop). Blocks of others and whole transactions may
+come in between. Inside a block, every message except Origin has the xid of its subtransaction after the tag.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ class StreamCommit:
 
 @dataclass(frozen=True, slots=True)
 class StreamAbort:
-    """A streamed transaction, or (then `subxid` differs) one subtransaction of it, has been rolled back."""
+    """A streamed transaction has been rolled back, or one of its subtransactions (then `subxid` differs)."""
 
     xid: int
     subxid: int
     abort_lsn: int = 0
-    """0 unless the stream is a parallel one; 0 also where the transaction ended with a crash of the server."""
+    """0 unless the stream is parallel; also 0 if the transaction ended with a crash of the server."""
     abort_time: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Prepare:
-    """PREPARE TRANSACTION, sent at its begin, its end or both; Commit Prepared or Rollback Prepared follows."""
+    """PREPARE TRANSACTION, sent at its start, its end or both; Commit Prepared or Rollback Prepared follows."""
 
     prepare_lsn: int  # Where its record starts: a slot that has confirmed more does not send the transaction again
     end_lsn: int
@@ -84,7 +84,7 @@ class RollbackPrepared:
 
 
 def split_xid(data: bytes | memoryview, lsn: int = 0) -> tuple[int, bytes]:
-    """The xid behind the tag of a message in a block, and the message without it."""
+    """The xid after the tag of a message in a block, and the message without it."""
     if len(data) < 5:
         raise truncated_error("Streamed", "xid", 4, len(data) - 1, lsn)
     xid: int = U32.unpack_from(data, 1)[0]

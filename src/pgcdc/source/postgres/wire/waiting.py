@@ -1,6 +1,6 @@
-"""Transactions that wait for their outcome: streamed ones (sent in blocks while they run) and prepared ones. Their changes
-share one bound in memory and go to disk beyond it. Each part records which changes belong to which subtransaction, because a
-rolled-back one takes only its own."""
+"""Transactions that wait for their outcome: streamed ones (sent in blocks while they run) and prepared ones. Their
+changes share one memory limit and go to disk beyond it. Each part records which changes belong to which subtransaction,
+because a rollback of one removes only its own changes."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from pgcdc.source.postgres.wire.rows import RowBuffer, Runs
 from pgcdc.spool.segment import Part, write_segment
 
 Name = tuple[int, str]  # xid and gid of a prepared transaction
-_FEW_RUNS = 64  # More runs than that are kept on disk beside their part: each subtransaction has at least one
+_FEW_RUNS = 64  # If there are more runs, they are kept on disk next to their part: each subtransaction has at least one
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
     version: int
     columns: int
-    number: int  # Counts Relation messages: the greater is the newer
+    number: int  # Counts Relation messages: the greater number is newer
 
 
 @dataclass(frozen=True, slots=True)
 class PendingPart:
-    """A part, and which of its changes are of which subtransaction."""
+    """A part, and the subtransaction of each of its changes."""
 
     part: Part
     runs: Runs | None = None
@@ -59,9 +59,10 @@ class Transaction:
     ordinal: int = 0
     sub: int = 0
     origin: str | None = None
-    gid: str | None = None  # Its name, if it began with Begin Prepare
+    gid: str | None = None  # Its name, if it started with Begin Prepare
     parts: list[PendingPart] = field(default_factory=list)
-    # Only streamed ones have these: their rows arrive between others, and their relations stay private until commit.
+    # Only streamed ones have these: their rows arrive between those of others, and their relations stay private until
+    # commit.
     rows: RowBuffer | None = None
     tables: dict[int, Table] = field(default_factory=dict)
     aborted: array[int] = field(default_factory=lambda: array("I"))
@@ -79,7 +80,7 @@ class Transaction:
 
 
 class PendingStore:
-    """Keeps parts in memory while their sum is small, else on disk."""
+    """Keeps parts in memory while their total is small, else on disk."""
 
     def __init__(self, folder: Path | None, limit_bytes: int) -> None:
         self._folder = folder
@@ -107,7 +108,7 @@ class PendingStore:
         return PendingPart(Part(rows.num_rows, rows.nbytes, last, None, path), kept, runs_path)
 
     def release(self, parts: Iterable[PendingPart]) -> None:
-        """These parts are going out: they no longer count."""
+        """These parts are being returned: they no longer count."""
         self._held -= sum(one.part.nbytes for one in parts if one.part.path is None)
 
     def drop(self, parts: list[PendingPart]) -> None:
@@ -117,7 +118,7 @@ class PendingStore:
 
 
 def out_of_order(what: str, lsn: int) -> DecodeError:
-    """A message out of order."""
+    """The error for a message out of order."""
     return DecodeError(
         f"{what} at {format_lsn(lsn)}",
         "The stream is not as the protocol says: please report this with the server's version",
@@ -125,7 +126,7 @@ def out_of_order(what: str, lsn: int) -> DecodeError:
 
 
 class StreamedTransactions:
-    """Each has its own row buffer while one of its blocks is read; between blocks they share a bound in memory."""
+    """Each has its own row buffer while one of its blocks is read; between blocks they share a memory limit."""
 
     def __init__(self, store: PendingStore, spill_bytes: int) -> None:
         self._store = store
@@ -138,7 +139,7 @@ class StreamedTransactions:
     def begin_block(
         self, start: undecided.StreamStart, lsn: int, new_rows: Callable[[Mapping[int, Table]], RowBuffer]
     ) -> tuple[Transaction, RowBuffer]:
-        """The transaction of the following rows, and their buffer."""
+        """The transaction to which the next rows belong, and their buffer."""
         transaction = self._open.get(start.xid)
         if start.is_first != (transaction is None):
             problem = "begins a second time" if start.is_first else "goes on, but has not begun"
@@ -148,25 +149,25 @@ class StreamedTransactions:
         return transaction, transaction.rows
 
     def end_block(self) -> None:
-        """The block ended; move what exceeds the memory bound to disk."""
+        """The block ended; move what exceeds the memory limit to disk."""
         while sum(one.buffered for one in self._open.values()) > self._spill_bytes:
             self._set_aside(max(self._open.values(), key=lambda one: one.buffered))
 
     def abort(self, abort: undecided.StreamAbort, lsn: int) -> None:
-        """A transaction or subtransaction is rolled back."""
+        """A transaction or subtransaction was rolled back."""
         transaction = self.require(abort.xid, "Stream Abort", lsn)
         if abort.subxid == abort.xid:
             self._store.drop(transaction.parts)
             del self._open[abort.xid]
             return
         transaction.aborted.append(abort.subxid)
-        # The server describes its tables again: the rollback may have undone their shapes.
+        # The server will describe its tables again: the rollback may have undone their shapes.
         transaction.tables.clear()
         if transaction.rows is not None:
             transaction.rows.forget()
 
     def end(self, xid: int, name: str, lsn: int) -> Transaction:
-        """A transaction at its Stream Commit or Stream Prepare, with everything in parts."""
+        """The transaction at its Stream Commit or Stream Prepare, with everything in parts."""
         transaction = self.require(xid, name, lsn)
         self._set_aside(transaction)
         del self._open[xid]
@@ -179,43 +180,43 @@ class StreamedTransactions:
         return transaction
 
     def keep(self, buffer: RowBuffer, transaction: Transaction) -> None:
-        """Turns the buffer's content into a part."""
+        """Turn the buffer's content into a part."""
         if buffer.rows:
             runs = buffer.runs()
             transaction.parts.append(self._store.keep(buffer.take(), transaction.last, runs))
 
     def drop(self) -> None:
-        """Forget all: the connection is gone."""
+        """Forget all of them: the connection is gone."""
         for transaction in self._open.values():
             self._store.drop(transaction.parts)
         self._open.clear()
 
     def _set_aside(self, transaction: Transaction) -> None:
-        """Move everything into parts and drop the buffer: many transactions may wait between blocks."""
+        """Move everything into parts and free the buffer: many transactions may wait between blocks."""
         if transaction.rows is not None:
             self.keep(transaction.rows, transaction)
             transaction.rows = None
 
 
 class PreparedTransactions:
-    """Transactions with a PREPARE but no outcome yet (two-phase commit), and what may be confirmed meanwhile.
+    """Transactions that are prepared but have no outcome yet (two-phase commit), and what may be confirmed meanwhile.
 
-    A slot that has confirmed more than the LSN of a PREPARE never sends that transaction's rows again: after a restart only
-    its COMMIT PREPARED would come. So confirmation stops before the first PREPARE whose outcome is not durable. Without
-    two-phase decoding nothing holds it back.
+    A slot that has confirmed more than the LSN of a PREPARE never sends that transaction's rows again: after a restart
+    only its COMMIT PREPARED would come. So confirmation stops before the first PREPARE whose outcome is not durable.
+    Without two-phase decoding, confirmation is not limited.
     """
 
     def __init__(self, store: PendingStore) -> None:
         self._store = store
         self._open: dict[Name, Transaction] = {}
-        # What holds confirmation back outlives a connection.
+        # The limit on confirmation outlives a connection.
         self._is_on = False
         self._undecided: dict[Name, int] = {}
         self._decided: list[tuple[int, int]] = []
         self._seen = 0
 
     def begin(self, *, two_phase: bool) -> None:
-        """A new connection starts at the slot's position: an unseen PREPARE may follow."""
+        """A new connection starts at the slot's position: a PREPARE that we have not seen may follow."""
         self._is_on = two_phase or bool(self._undecided or self._decided)
         self._seen = 0
 
@@ -231,12 +232,12 @@ class PreparedTransactions:
         return min([durable_lsn, self._seen, *self._undecided.values(), *(lsn for lsn, _ in self._decided)])
 
     def require_new(self, prepare: undecided.Prepare, lsn: int) -> None:
-        """Raise DecodeError if it is prepared already."""
+        """Raise DecodeError if the transaction is already prepared."""
         if (prepare.xid, prepare.gid) in self._open:
             raise out_of_order(f"{prepare.gid!r} is prepared a second time", lsn)
 
     def keep(self, transaction: Transaction, prepare: undecided.Prepare) -> None:
-        """It waits from now on. Sent again after a reconnect, it counts once."""
+        """The transaction waits from now on. If sent again after a reconnect, it counts once."""
         name = (prepare.xid, prepare.gid)
         self._is_on = True
         self._open[name] = transaction
@@ -244,8 +245,8 @@ class PreparedTransactions:
         self.see(prepare.end_lsn)
 
     def commit(self, commit: undecided.CommitPrepared, *, is_old: bool) -> Transaction | None:
-        """The committed transaction; None if it was read before. GapError: its changes never came. It holds confirmation
-        back until its END lsn is durable."""
+        """The committed transaction; None if it was read before. Raises GapError if its changes never came. It limits
+        confirmation until its END lsn is durable."""
         name = (commit.xid, commit.gid)
         transaction = self._open.pop(name, None)
         if transaction is None:
@@ -260,7 +261,7 @@ class PreparedTransactions:
         return transaction
 
     def roll_back(self, rollback: undecided.RollbackPrepared) -> Transaction | None:
-        """The rolled-back transaction; None: the slot was past its PREPARE, and nobody waits for it."""
+        """The rolled-back transaction; None if the slot was already past its PREPARE, so nothing is waiting."""
         name = (rollback.xid, rollback.gid)
         transaction = self._open.pop(name, None)
         if transaction is not None:

@@ -1,8 +1,9 @@
-"""Rows with binary values become rows with text, so that all later code sees one form.
+"""Converts rows with binary values to rows with text, so that all later code sees one form.
 
-pgoutput's option `binary` sends most values in their type's binary form. The result is byte for byte what the server would
-have sent without the option, under our session settings (`database`). Types whose text needs more than the bytes (money: the
-server's locale, regclass: its catalog) are errors, never guesses; `unsupported` finds them before the start.
+pgoutput's option `binary` sends most values in their type's binary form. The result is byte for byte what the server
+would have sent without the option, under our session settings (`database`). Types whose text cannot be derived from the
+bytes alone (money needs the server's locale, regclass its catalog) are errors, never guesses; `unsupported` finds them
+before the start.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _ADVICE = "Leave --binary off"
 
 _SIZE = struct.Struct("!i")
 _MAX_TEXT = 2**31 - 1
-_HOLDING = {"array_", "range_", "multirange_", "int2vector", "oidvector"}  # What holds values of one other type
+_HOLDING = {"array_", "range_", "multirange_", "int2vector", "oidvector"}  # Types that contain values of one other type
 
 
 class _NotSupported(Damaged):
@@ -32,7 +33,7 @@ class _NotSupported(Damaged):
 
 
 class BinaryDecoder:
-    """Turns binary values into text, for the types of one database. `reload` reads the catalog again when a new type
+    """Converts binary values to text, for the types of one database. `reload` reads the catalog again when a new type
     appears."""
 
     def __init__(self, catalog: TypeCatalog = BUILT_IN, reload: Callable[[], TypeCatalog] | None = None) -> None:
@@ -49,8 +50,8 @@ class BinaryDecoder:
             raise DecodeError(f"binary value {problem}", advice) from cause
 
     def rewrite_row(self, message: bytes | memoryview, columns: Sequence[Column], lsn: int = 0, head: int = 1) -> bytes:
-        """The same Insert, Update or Delete message with every 'b' value as text ('t'); `head` bytes precede the relation's
-        oid. Damaged messages pass unchanged: the row buffer reports them."""
+        """The same Insert, Update or Delete message with every 'b' value as text ('t'). `head` bytes come before the
+        relation's oid. Damaged messages pass unchanged: the row buffer reports them."""
         data = bytes(message)
         parts: list[bytes] = []
         at, copied, count = head + 4, 0, struct.pack("!h", len(columns))
@@ -89,7 +90,7 @@ class BinaryDecoder:
         return text
 
     def _explain(self, type_oid: int, cause: Exception) -> tuple[str, str]:
-        """What is wrong with a value, and the advice if there is one."""
+        """What is wrong with a value, and advice if there is any."""
         problem = "is nested too deeply" if isinstance(cause, RecursionError) else str(cause)
         return f"of type {self._catalog.name(type_oid)} {problem}", _ADVICE if isinstance(cause, _NotSupported) else ""
 
@@ -113,7 +114,7 @@ class BinaryDecoder:
 
 
 def _stem(info: TypeInfo) -> str:
-    """The common stem of the names of its two functions: `int4`, `numeric_`; empty if they differ."""
+    """The common stem of its two functions' names: `int4`, `numeric_`; empty if they differ."""
     stem = info.output.removesuffix("out")
     return stem if info.send == f"{stem}send" else ""
 
@@ -147,8 +148,8 @@ def _explain_type(info: TypeInfo) -> str:
 
 
 def unsupported(catalog: TypeCatalog, type_oids: Iterable[int]) -> dict[int, str]:
-    """Which of these column types need `binary` off, in order, and why (half a sentence, for after a colon). A column's type
-    may lack a binary form (the server then sends text), but not a type inside an array or row."""
+    """Which of these column types need `binary` off, in order, and why (half a sentence, to follow a colon). A column's
+    type may have no binary form (the server then sends text), but a type inside an array or row must have one."""
     found = {}
     for oid in dict.fromkeys(type_oids):
         info = catalog.get(oid)
@@ -171,7 +172,7 @@ def _find_obstacle(catalog: TypeCatalog, oid: int, seen: set[int]) -> str:
     return next(filter(None, (_find_obstacle(catalog, part, seen) for part in inner)), "")
 
 
-# --- before the start: published columns whose values cannot travel in binary form
+# --- before the start: find published columns whose values cannot be sent in binary form
 
 _COLUMNS = """
 SELECT t.schemaname, t.tablename, a.attname, a.atttypid::bigint
@@ -185,7 +186,7 @@ ORDER BY 1, 2, a.attnum
 
 
 def check_columns(conn: Connection, publications: Sequence[str]) -> None:
-    """Raise unless all published columns have types that we can turn into text."""
+    """Raise unless all published columns have types that we can convert to text."""
     rows = conn.execute(_COLUMNS, [list(publications)]).fetchall()
     refused = unsupported(TypeCatalog.load(conn), [row[3] for row in rows])
     for schema, table, column, oid in rows:

@@ -1,4 +1,4 @@
-"""Values made of values: arrays, rows, ranges. Each has its own rule for what must be quoted, and how."""
+"""Values that contain values: arrays, rows, ranges. Each has its own rules about what to quote, and how."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import islice
 
 from pgcdc.source.postgres.wire.binary.numbers import Damaged, Reader
 
-Convert = Callable[[int, bytes], bytes]  # The text of a nested value, by its type
+Convert = Callable[[int, bytes], bytes]  # Converts a nested value to text, given its type
 
 _ARRAY = struct.Struct("!iiI")
 _DIMENSION = struct.Struct("!ii")
@@ -24,7 +24,7 @@ _IN_RANGE = re.compile(rb'["\\()\[\], \t\n\r\v\f]')
 
 
 def array_text(data: bytes, delimiter: bytes, convert: Convert) -> bytes:
-    """{a,b}, with its bounds before it if one does not start at 1."""
+    """{a,b}, preceded by its bounds if one does not start at 1."""
     element, bounds, reader = _open_array(data)
     count = _count_elements(bounds)
     if count == 0:
@@ -34,7 +34,7 @@ def array_text(data: bytes, delimiter: bytes, convert: Convert) -> bytes:
         b"NULL" if value is None else _quote_element(convert(element, value), special)
         for value in _read_elements(reader, count)
     ]
-    # The innermost dimension first.
+    # Innermost dimension first.
     for size, _ in reversed(bounds):
         elements = iter(texts)
         texts = [b"{%b}" % delimiter.join(islice(elements, size)) for _ in range(len(texts) // size)]
@@ -45,7 +45,7 @@ def array_text(data: bytes, delimiter: bytes, convert: Convert) -> bytes:
 
 
 def word_list_text(data: bytes, convert: Convert) -> bytes:
-    """int2vector, oidvector: sent as arrays, written with spaces between."""
+    """int2vector and oidvector: sent as arrays, written with spaces between the elements."""
     element, bounds, reader = _open_array(data)
     values = list(_read_elements(reader, _count_elements(bounds)))
     if len(bounds) > 1 or None in values:
@@ -54,7 +54,7 @@ def word_list_text(data: bytes, convert: Convert) -> bytes:
 
 
 def _open_array(data: bytes) -> tuple[int, list[tuple[int, int]], Reader]:
-    """Element type, size and first index of each dimension, and where the elements start."""
+    """The element type, the size and first index of each dimension, and where the elements start."""
     reader = Reader(data)
     dimensions, flags, element = reader.fields(_ARRAY)
     if not 0 <= dimensions <= _MAX_DIMENSIONS or flags not in {0, 1}:
@@ -88,7 +88,7 @@ def _quote_element(text: bytes, special: re.Pattern[bytes]) -> bytes:
 
 
 def record_text(data: bytes, convert: Convert) -> bytes:
-    """(a,b): a row names the types of its columns. NULL is empty."""
+    """(a,b): a row value names the types of its columns. NULL is empty."""
     reader = Reader(data)
     columns = []
     for _ in range(reader.count(8)):
@@ -135,7 +135,7 @@ def multirange_text(data: bytes, subtype: int, convert: Convert) -> bytes:
 
 
 def _quote(text: bytes, special: re.Pattern[bytes]) -> bytes:
-    """Rows and ranges double what would end the quotes."""
+    """Quote a text: inside rows and ranges, characters that would end the quotes are doubled."""
     if special.search(text) or not text:
         return b'"%b"' % text.replace(b"\\", b"\\\\").replace(b'"', b'""')
     return text
@@ -150,7 +150,7 @@ _OPERAND = struct.Struct("!BB")
 _WEIGHTS = ("", "C", "B", "A")
 _VALUE, _OPERATOR = 1, 2
 _NOT, _AND, _OR, _PHRASE = 1, 2, 3, 4
-_PRIORITY = {0: 5, _NOT: 4, _AND: 2, _OR: 1, _PHRASE: 3}  # How tightly an operator binds; 0 is a lexeme
+_PRIORITY = {0: 5, _NOT: 4, _AND: 2, _OR: 1, _PHRASE: 3}  # Precedence of the operators; 0 is a lexeme
 _OPERANDS = {0: 0, _NOT: 1, _AND: 2, _OR: 2, _PHRASE: 2}
 
 _Rope = bytes | tuple["_Rope", ...]  # Text in pieces, so that many operands do not take quadratic time
@@ -172,13 +172,13 @@ def tsvector_text(data: bytes) -> bytes:
 
 
 def tsquery_text(data: bytes) -> bytes:
-    """A query: sent as operator, right and left operand; written infix, with brackets where needed."""
+    """A query: sent as operator, right operand, left operand; written infix, with brackets where needed."""
     reader = Reader(data)
     items = [_read_item(reader) for _ in range(reader.count(2))]
     reader.finish()
     if not items:
         return b""
-    # From the end, so that operands come before their operator. No recursion: a query may be deep.
+    # From the end, so that operands come before their operator. Without recursion: a query may be deep.
     stack: list[tuple[_Rope, int]] = []
     for oper, text in reversed(items):
         if len(stack) < _OPERANDS[oper]:
@@ -206,7 +206,7 @@ def _flatten(rope: _Rope) -> Iterator[bytes]:
 
 
 def _read_item(reader: Reader) -> tuple[int, bytes]:
-    """An operator and how it is written, or 0 and the lexeme."""
+    """An operator and its text, or 0 and the lexeme."""
     (kind,) = reader.fields(_BYTE)
     if kind == _VALUE:
         weight, prefix = reader.fields(_OPERAND)

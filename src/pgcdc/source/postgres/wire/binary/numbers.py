@@ -1,8 +1,8 @@
 """Takes one binary value apart, and writes numbers as PostgreSQL does.
 
-Floats are the shortest decimals that read back as the same float, found as in Ryu with PostgreSQL's one change: never a
-decimal exactly between two floats, because some readers round it the wrong way. Python's repr has no such rule. Such a
-decimal has more digits than floats below 2**53 need, so only larger ones take the long way.
+Floats are written as the shortest decimals that read back as the same float, as in Ryu with PostgreSQL's one change:
+never a decimal exactly between two floats, because some readers round it the wrong way. Python's repr does not have
+that rule. Such a decimal has more digits than floats below 2**53 need, so only larger ones take the slow path.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _I32 = struct.Struct("!i")
 
 
 class Damaged(ValueError):
-    """Bytes that do not fit the type. The message continues "value of type ..."."""
+    """Bytes that do not fit the type. The message completes "value of type ..."."""
 
 
 def sized(data: bytes, size: int) -> bytes:
@@ -53,14 +53,14 @@ class Reader:
         return number
 
     def count(self, size: int) -> int:
-        """How many items follow, of at least `size` bytes each."""
+        """The number of items that follow, each of at least `size` bytes."""
         count = self.int32()
         if not 0 <= count * size <= self.left:
             raise Damaged(f"claims {count} items in {self.left} bytes")
         return count
 
     def text(self) -> bytes:
-        """Everything up to the next NUL, which is skipped."""
+        """Everything up to the next NUL, which is consumed."""
         end = self._data.find(0, self._at)
         if end < 0:
             raise Damaged("has a text without its NUL")
@@ -78,7 +78,7 @@ class Reader:
         return self.raw(length)
 
     def finish(self) -> None:
-        """Raises if bytes are left."""
+        """Raise if bytes are left."""
         if self.left:
             raise Damaged(f"is followed by {self.left} bytes")
 
@@ -91,13 +91,13 @@ class Reader:
 
 
 def fixed(form: str, text: bytes) -> Converter:
-    """Integers of fixed size, and how to write them."""
+    """Converts integers of fixed size, formatted with `text`."""
     fields = struct.Struct(f"!{form}")
     return lambda data: text % unpack(fields, data)
 
 
 def doubles(text: bytes) -> Converter:
-    """As many doubles as the text has places for."""
+    """Converts as many doubles as `text` has placeholders."""
     count = text.count(b"%b")
     return lambda data: text % tuple(_format_doubles(data, count))
 
@@ -112,7 +112,7 @@ _NUMERIC = struct.Struct("!HhHH")
 _VECTOR = struct.Struct("!HH")
 _SPARSEVEC = struct.Struct("!iii")
 _EXACT_INTEGERS = 2.0**53
-_FLOAT4_FIXED, _FLOAT8_FIXED = 6, 15  # From this power of ten on a float has an exponent
+_FLOAT4_FIXED, _FLOAT8_FIXED = 6, 15  # From this power of ten, floats are written with an exponent
 
 
 def bool_text(data: bytes) -> bytes:
@@ -126,7 +126,7 @@ def char_text(data: bytes) -> bytes:
 
 
 def older_char_text(data: bytes) -> bytes:
-    """The type "char" before PostgreSQL 15: the byte as it is."""
+    """The type "char" before PostgreSQL 15: the byte unchanged."""
     return data if char_text(data) else b""
 
 
@@ -163,7 +163,7 @@ def _name_special(value: float) -> bytes:
 
 
 def _find_shortest(value: float, bits: int, lowest: int) -> tuple[str, int]:
-    """Digits and power of ten of the shortest decimal that is nearest to `value` alone, among floats of `bits` bits.
+    """Digits and power of ten of the shortest decimal that is closer to `value` than to any other float of `bits` bits.
     `lowest` is the power of two of the smallest float's last bit. Exact integer arithmetic, in quarters of the last bit."""
     fraction, power = math.frexp(abs(value))
     power = max(power - bits, lowest)
@@ -172,7 +172,7 @@ def _find_shortest(value: float, bits: int, lowest: int) -> tuple[str, int]:
     dense = mantissa == 1 << (bits - 1) and power > lowest
     middle, low, high = 4 * mantissa, 4 * mantissa - (1 if dense else 2), 4 * mantissa + 2
     power -= 2
-    # Start with one more digit than surely fits the interval, and go down to the first that does.
+    # Start with one digit more than certainly fits the interval, and go down to the first that does.
     exponent = math.floor(math.log10(high - low) + power * math.log10(2)) + 2
     while True:
         scale, unit = (1 << power, 1) if power > 0 else (1, 1 << -power)
@@ -190,7 +190,7 @@ def _find_shortest(value: float, bits: int, lowest: int) -> tuple[str, int]:
 
 
 def _layout(value: float, digits: str, exponent: int, fixed: int) -> bytes:
-    """With an exponent for the very large and the very small, else without."""
+    """With an exponent for very large and very small numbers, otherwise without."""
     digits = digits.lstrip("0")
     stripped = digits.rstrip("0")
     exponent += len(digits) - len(stripped)
@@ -212,7 +212,7 @@ _NUMERIC_SPECIAL = {0xC000: b"NaN", 0xD000: b"Infinity", 0xF000: b"-Infinity"}
 
 
 def numeric_text(data: bytes) -> bytes:
-    """A numeric: groups of four decimal digits, and how many digits are shown after the point."""
+    """A numeric: groups of four decimal digits, and the number of digits shown after the point."""
     reader = Reader(data)
     count, weight, sign, scale = reader.fields(_NUMERIC)
     raw = reader.raw(2 * count)
@@ -247,7 +247,7 @@ def sparsevec_text(data: bytes) -> bytes:
 
 
 def vector(form: str) -> Converter:
-    """pgvector's vector and halfvec: the elements of both are written as floats of four bytes."""
+    """pgvector's vector and halfvec: elements of both are written as four-byte floats."""
 
     def convert(data: bytes) -> bytes:
         reader = Reader(data)

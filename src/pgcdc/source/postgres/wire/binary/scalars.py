@@ -1,4 +1,4 @@
-"""Values without nested values: bytes, bits, dates and times, network addresses; and how each type is converted."""
+"""Values without nested values: bytes, bits, dates and times, network addresses; and the converter for each type."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ from pgcdc.source.postgres.wire.binary.numbers import (
 _I32 = struct.Struct("!i")
 _INET = struct.Struct("!BBBB")
 _SNAPSHOT = struct.Struct("!qq")
-_FAMILIES = {2: 4, 3: 16}  # How many bytes an address has: IPv4, IPv6
+_FAMILIES = {2: 4, 3: 16}  # The number of bytes in an address: IPv4, IPv6
 _MAPPED = bytes(10) + b"\xff\xff"
 
 
 def _versioned_text(data: bytes) -> bytes:
-    """jsonb, jsonpath, ltree: a version, and what is written."""
+    """jsonb, jsonpath, ltree: a version, then the text."""
     if data[:1] != b"\x01":
         raise Damaged(f"is not of version 1 but {data[0] if data else 'empty'}")
     return data[1:]
 
 
 def _bytea_text(data: bytes) -> bytes:
-    """Hexadecimal, as bytea_output says."""
+    """Hexadecimal, as with `bytea_output = hex`."""
     return b"\\x" + data.hex().encode()
 
 
 def _bits_text(data: bytes) -> bytes:
-    """bit and varbit: how many bits, and the bits from the left."""
+    """bit and varbit: the number of bits, then the bits from the left."""
     reader = Reader(data)
     count = reader.int32()
     if count < 0 or reader.left != (count + 7) // 8:
@@ -60,7 +60,7 @@ _BYTES_AS_BITS = [f"{byte:08b}".encode() for byte in range(256)]
 
 
 def _network(*, always_bits: bool) -> Converter:
-    """inet and cidr: an address and its network bits, which a single host leaves out."""
+    """inet and cidr: an address and its network bits, which are omitted for a single host."""
 
     def convert(data: bytes) -> bytes:
         reader = Reader(data)
@@ -96,7 +96,7 @@ def _snapshot_text(data: bytes) -> bytes:
 
 
 def _hstore_text(data: bytes) -> bytes:
-    """hstore: pairs of texts, of which the value may be NULL."""
+    """hstore: pairs of texts; a value may be NULL."""
     reader = Reader(data)
     pairs = []
     for _ in range(reader.count(8)):
@@ -161,7 +161,7 @@ def _timetz_text(data: bytes) -> bytes:
 
 
 def _interval_text(data: bytes) -> bytes:
-    """Microseconds, days and months: each has its own sign. Their extremes together are infinity."""
+    """Microseconds, days and months, each with its own sign. All at their extremes mean infinity."""
     return _INFINITE_INTERVALS.get(unpack(_INTERVAL, data)) or _finite_interval_text(data)
 
 
@@ -181,7 +181,7 @@ def _finite_interval_text(data: bytes) -> bytes:
 
 
 def _divide(number: int, by: int) -> tuple[int, int]:
-    """Quotient and rest with the sign of `number`, as in C."""
+    """Quotient and remainder with the sign of `number`, as in C."""
     quotient, rest = divmod(abs(number), by)
     return (quotient, rest) if number >= 0 else (-quotient, -rest)
 
@@ -206,7 +206,7 @@ def _timestamp(zone: str) -> Converter:
 
 def _format_date(days: int) -> tuple[str, str]:
     """The date, and the suffix for years before Christ."""
-    # The year is counted from March, so that the leap day is its last.
+    # Years are counted from March, so that the leap day is the last of its year.
     cycle, day = divmod(days + _DAYS_TO_2000, _DAYS_OF_400_YEARS)
     year = (day - day // 1_460 + day // 36_524 - day // 146_096) // 365
     day -= 365 * year + year // 4 - year // 100
@@ -274,7 +274,7 @@ SCALARS: Final[dict[str, Converter]] = {
     "path_": path_text,
     "poly_": polygon_text,
 }
-"""By the stem of a type's function names: int4out and int4send."""
+"""By the stem of a type's function names: `int4` for int4out and int4send."""
 
 OLDER: Final[dict[str, tuple[int, Converter]]] = {
     "char": (150000, older_char_text),
