@@ -1,5 +1,7 @@
-"""One call of a sink after the other: never two at once, each for a limited time, tried again where that may help. A call
-that did not end in time is left alone, and no other one starts before it has ended."""
+"""Calls a sink: one call at a time, each with a time limit, retried where that may help.
+
+A call that exceeds its limit is abandoned, and no other call starts before it ends.
+"""
 
 from __future__ import annotations
 
@@ -27,36 +29,36 @@ from pgcdc.core.errors import (
 from pgcdc.sink.letters.record import DeadLetter
 from pgcdc.sink.spec import DeliveryOptions
 
-TELL_S = 5.0  # An outage this long is worth a line when it ends, even if no delivery was given up
-EXHAUSTED = "exhausted"  # The kind of a dead letter whose tries were used up
+TELL_S = 5.0  # An outage this long is reported when it ends, even if no delivery failed for good
+EXHAUSTED = "exhausted"  # The kind of a dead letter whose attempts were used up
 
 
 class CircuitOpen(SinkUnavailable):
-    """The sink failed too often: it is left in peace for a while. `retry_in_s` says when the next try is."""
+    """The sink failed too often and is left alone for a while. `retry_in_s` says when the next attempt is."""
 
 
 class SinkTimeout(SinkUnavailable):
-    """A write did not end in time, or still has not."""
+    """A write did not end in time, or an earlier one still runs."""
 
 
 class DeliveryStopped(SinkUnavailable):
-    """The pipeline stops: nothing is waited for."""
+    """The pipeline stops, so nothing waits any longer."""
 
 
 class Clock:
-    """Time, as far as a delivery needs it: a test has one that does not wait."""
+    """Time, as far as a delivery needs it. Tests use a clock that does not wait."""
 
     def now(self) -> float:
-        """Seconds since whenever."""
+        """Seconds since an arbitrary start."""
         return time.monotonic()
 
     def wait(self, condition: threading.Condition, done: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait, with `condition` held, until `done()` or until the time is over. Whether it is done."""
+        """Wait, holding `condition`, until `done()` or the timeout. Returns whether it is done."""
         return condition.wait_for(done, timeout_s)
 
 
 class BreakerState(Enum):
-    """`CLOSED`: everything goes through. `OPEN`: nothing does. `HALF_OPEN`: one try is let through, and decides."""
+    """`CLOSED`: calls pass. `OPEN`: no call passes. `HALF_OPEN`: one attempt passes and decides."""
 
     CLOSED = "closed"
     OPEN = "open"
@@ -64,18 +66,19 @@ class BreakerState(Enum):
 
 
 class CircuitBreaker:
-    """Opens after `max_failures` in a row (0: never), and lets one try through after `reset_s`. `tell` hears its state."""
+    """Opens after `max_failures` in a row (0: never), and lets one attempt through after `reset_s`. Calls `tell` with
+    each new state."""
 
     def __init__(
         self, max_failures: int, reset_s: float, tell: Callable[[BreakerState], None] = lambda state: None
     ) -> None:
         self._max_failures, self._reset_s, self._tell = max_failures, reset_s, tell
         self._opened = 0.0
-        self.failures = 0  # In a row
+        self.failures = 0  # Consecutive
         self.state = BreakerState.CLOSED
 
     def wait_s(self, now: float) -> float:
-        """How long to wait; 0 lets the caller through, who then reports the outcome."""
+        """How long to wait. With 0 the caller may proceed, and must report the outcome."""
         if self.state is BreakerState.OPEN:
             left = self._opened + self._reset_s - now
             if left > 0:
@@ -100,7 +103,7 @@ class CircuitBreaker:
 
 
 class TokenBucket:
-    """One token per event: `rate` of them come in a second, and at most `burst` are kept."""
+    """One token per event: `rate` tokens arrive per second, and at most `burst` are kept."""
 
     def __init__(self, rate: float, burst: int, now: float) -> None:
         self.burst = burst or max(1, int(rate))
@@ -109,35 +112,38 @@ class TokenBucket:
         self._at = now
 
     def take(self, events: int, now: float) -> float:
-        """Take the tokens of `events`; returns how long to wait before sending. More than a burst at once is allowed: the
-        bucket then owes them, and the wait grows."""
+        """Take the tokens of `events`; returns how long to wait before sending.
+
+        A request may exceed `burst`: the bucket then goes into debt, and the wait grows.
+        """
         self._tokens = min(float(self.burst), self._tokens + (now - self._at) * self._rate) - events
         self._at = now
         return max(0.0, -self._tokens / self._rate)
 
 
 class DeliveryHooks:
-    """What metrics need to know of one sink. Called in the delivering thread; must not raise, and must be quick."""
+    """What metrics need to know about one sink. Called in the delivering thread, so methods must be quick and must not
+    raise."""
 
     def on_write(self, events: int, seconds: float) -> None:
-        """These events are durable; the last try took so long."""
+        """These events are durable; the last attempt took `seconds`."""
 
     def on_retry(self, attempt: int, delay_s: float, error: BaseException) -> None:
-        """Try number `attempt` (from 1) failed; the next one comes after `delay_s`."""
+        """Attempt number `attempt` (from 1) failed; the next one starts after `delay_s`."""
 
     def on_failure(self, error: BaseException) -> None:
-        """The delivery is given up, and the caller gets this error."""
+        """The delivery failed for good, and the caller gets this error."""
 
     def on_breaker(self, state: BreakerState) -> None:
-        """The circuit breaker has another state."""
+        """The circuit breaker changed its state."""
 
     def on_dead_letters(self, letters: Sequence[DeadLetter]) -> None:
-        """These events were refused, and are recorded."""
+        """These events were refused and recorded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A delivery worth repeating without some events. No `rejects`: nobody knows which."""
+    """A delivery that should be repeated without some events. No `rejects`: the events are not known."""
 
     rejects: tuple[Reject, ...]
     attempts: int
@@ -150,11 +156,11 @@ Calls = queue.SimpleQueue[Callable[[], None] | None]
 def _call(calls: Calls) -> None:
     while (do := calls.get()) is not None:
         do()
-        del do  # it has the batch
+        del do  # it holds the batch
 
 
 class Attempts:
-    """The calls of one sink. `stop` ends every wait at once, from any thread."""
+    """The calls of one sink. `stop` ends every wait immediately, from any thread."""
 
     def __init__(
         self,
@@ -174,20 +180,18 @@ class Attempts:
         self.bucket = (
             TokenBucket(options.rate_limit, options.rate_limit_burst, self.clock.now()) if options.rate_limit else None
         )
-        self._rest_until = -math.inf  # The target asked for no requests until then
+        self._rest_until = -math.inf  # The target asked for no requests before this time
         self.condition = threading.Condition()
-        self._is_taken = False  # Somebody delivers
-        self.is_calling = False  # The sink is inside a call, maybe an abandoned one
+        self._is_taken = False  # A delivery is running
+        self.is_calling = False  # The sink is inside a call, possibly an abandoned one
         self._is_stopped = False
-        self._outcome: BaseException | None = None  # How the last call ended
-        self._caller: Calls | None = (
-            None  # What the thread of the calls takes; one at a time, so that one thread is enough
-        )
-        self.failing: BaseException | None = None  # The last try's error, while another one is to come
-        self._cause = ""  # The sink's last counted failure
+        self._outcome: BaseException | None = None  # The error of the last call
+        self._caller: Calls | None = None  # The call that the thread takes next; one at a time, so one thread is enough
+        self.failing: BaseException | None = None  # The last attempt's error, while a retry is pending
+        self._cause = ""  # The last failure of the sink that was counted
         self._say = say
-        self._outage: tuple[float, int] | None = None  # When the target began to fail, and the failed tries since
-        self._is_told = False  # A delivery was given up: the outage was reported
+        self._outage: tuple[float, int] | None = None  # When the target began to fail, and failed attempts since
+        self._is_told = False  # The outage was reported, because a delivery failed for good
 
     @property
     def breaker(self) -> BreakerState:
@@ -195,19 +199,19 @@ class Attempts:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a delivery runs, or an abandoned call still does."""
+        """Whether a delivery is running, or an abandoned call still is."""
         with self.condition:
             return self._is_taken or self.is_calling
 
     def stop(self) -> None:
-        """End all waits: a running call may finish, nothing is retried."""
+        """End all waits. A running call may finish; nothing is retried."""
         with self.condition:
             self._is_stopped = True
             self.condition.notify_all()
         self.rest()
 
     def rest(self) -> None:
-        """End the thread of the calls, behind the one that runs. Another call gets another thread."""
+        """End the calling thread after its current call. A later call gets a new thread."""
         with self.condition:
             caller, self._caller = self._caller, None
         if caller is not None:
@@ -215,7 +219,7 @@ class Attempts:
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Be the only one who delivers, and the only writer."""
+        """Hold the exclusive right to deliver and write."""
 
         def is_free() -> bool:
             return not (self._is_taken or self.is_calling)
@@ -246,9 +250,11 @@ class Attempts:
         may_refuse: bool = False,
         may_halve: bool = False,
     ) -> Refusal | None:
-        """Retry until it succeeds or `is_done`; raises what ends it otherwise. `may_refuse`: events may be set aside.
-        `may_halve`: even if nobody says which."""
-        # Half open, one try decides.
+        """Retry until it succeeds or `is_done`; otherwise raises the error that ended it.
+
+        `may_refuse`: events may be set aside. `may_halve`: even if the sink does not name them.
+        """
+        # Half open: a single attempt decides.
         last = 0 if self._breaker.state is BreakerState.HALF_OPEN else self.options.max_retries
         for attempt in range(last + 1):
             if (rest_s := self._rest_until - self.clock.now()) > 0:
@@ -291,7 +297,7 @@ class Attempts:
         return None
 
     def _give_up(self, error: BaseException) -> tuple[Reject, ...]:
-        """The events whose tries are used up, if the sink can name them and need not wait for them."""
+        """The events whose attempts are used up, if the sink can name them and the options do not say to wait."""
         is_named = isinstance(error, SinkUnavailable) and not isinstance(error, SinkTimeout)
         if self.options.on_exhausted != "dead_letter" or not is_named:
             return ()
@@ -305,7 +311,7 @@ class Attempts:
             outcome: BaseException | None = None
             try:
                 do()
-            except StateError as error:  # of the ack: the disk may have room again
+            except StateError as error:  # from saving the ack: the disk may have room again later
                 outcome = SinkUnavailable(error.message, error.advice)
             except BaseException as error:  # even errors that end the pipeline: the caller decides
                 outcome = error
@@ -317,7 +323,7 @@ class Attempts:
             self.is_calling = True
             if self._caller is None:
                 self._caller = queue.SimpleQueue()
-                # A daemon: a call that hangs forever must not keep the process from ending.
+                # A daemon, because a call that hangs forever must not keep the process alive.
                 threading.Thread(target=_call, args=(self._caller,), name=f"write-{self.name}", daemon=True).start()
             self._caller.put(run)
             if self.clock.wait(self.condition, lambda: not self.is_calling, timeout_s):
@@ -363,7 +369,7 @@ class Attempts:
                 self._say(f"recovered after {seconds:.0f} s, {tries + 1} attempts")
 
     def note_failure(self, began: float, *, is_told: bool = False) -> None:
-        """A try that began then has failed, and may succeed later."""
+        """Record that an attempt started at `began` failed and may succeed later."""
         since, tries = self._outage or (began, 0)
         self._outage = since, tries + 1
         self._is_told |= is_told

@@ -1,6 +1,8 @@
-"""One process of a command: its unfinished input, and its end together with everything it started. A command gets its own
-session, so that all its processes can be ended: first SIGTERM, then SIGKILL. Its stderr goes to ours, line by line, with the
-adapter's name."""
+"""One process of a command: its unfinished input, and ending it with everything it started.
+
+A command gets its own session, so that all its processes can be ended: first SIGTERM, then SIGKILL. Its stderr goes to
+ours, line by line, prefixed with the adapter's name.
+"""
 
 from __future__ import annotations
 
@@ -28,20 +30,24 @@ from pgcdc.core.secrets import clean_environment, redact_text
 from pgcdc.event.batch import Batch
 from pgcdc.sink.contract import SinkContext
 
-LOOK_S = 0.2  # How often a silent command is checked
+LOOK_S = 0.2  # How often to check a silent command
 READ_PAUSE_S = 0.001  # How often to check whether it has read everything
 MAX_LINE_BYTES = 1 << 20
 MARK = "_PGCDC_COMMAND_OF"  # The variable that identifies commands of a killed pipeline
 
 
 class Command:
-    """A process and its unfinished input, which is written without blocking. With answers by line, any line acknowledges the
-    oldest open event; a JSON object with an `id` acknowledges the event with that id."""
+    """A process and its unfinished input, which is written without blocking.
+
+    With answers by line, any line acknowledges the oldest open event; a JSON object with an `id` acknowledges the event
+    with that id.
+    """
 
     def __init__(self, words: Sequence[str], context: SinkContext, *, keep_env: Collection[str], by_line: bool) -> None:
-        """`by_line`: it prints a line per event; else its output goes to ours. SinkError: it does not exist."""
+        """`by_line`: it prints a line per event; otherwise its output goes to ours. SinkError: the command does not
+        exist."""
         self._by_line, self._say = by_line, context.say
-        self._reader, self._writer = os.pipe()  # ours stays open: what is in it when the command has ended was not read
+        self._reader, self._writer = os.pipe()  # ours stays open, to see what the command did not read
         environment = clean_environment(os.environ, keep_env)
         try:
             self._popen = subprocess.Popen(
@@ -67,18 +73,18 @@ class Command:
         self._last_words = ""
         self._errors = threading.Thread(target=self._pass_errors, name=f"stderr-{context.name}", daemon=True)
         self._errors.start()
-        self.pieces: deque[memoryview] = deque()  # What is to be written
+        self.pieces: deque[memoryview] = deque()  # Still to be written
         self._sent = self._given = self._numbered = 0
         self._given_to = ""
         self._open: OrderedDict[int, tuple[str, str]] = OrderedDict()  # Unanswered events: position and id by number
-        self._numbers: dict[str, int] = {}  # By id; a typed row has none
-        self._left: Counter[str] = Counter()  # How many events of a position are unanswered
+        self._numbers: dict[str, int] = {}  # By id; typed rows have none
+        self._left: Counter[str] = Counter()  # Unanswered events per position
         self._said = b""
 
-    # --- talking to it
+    # --- communication
 
     def give(self, batch: Batch) -> None:
-        """Queue what it has not been given of a batch. All events of a position go at once."""
+        """Queue the part of a batch that it has not been given. Queues all events of a position together."""
         batch = batch.after(Position.parse(self._given_to)) if self._given_to else batch
         if not len(batch):
             return
@@ -96,7 +102,8 @@ class Command:
             self._left[position] += 1
 
     def run(self, end: str, deadline: float, delivered: Callable[[list[str]], None]) -> bool:
-        """Until everything up to `end` is done; returns whether it is. SinkError for invalid answers."""
+        """Run until everything up to `end` is done or the deadline passes; returns whether it is done. SinkError for
+        invalid answers."""
         while self._is_behind(end):
             had_ended = self.has_ended
             wait_s = LOOK_S if self._by_line or self.pieces else READ_PAUSE_S
@@ -113,7 +120,7 @@ class Command:
         return bool(self.pieces) or self.unread > 0 or self.has_ended
 
     def exchange(self, timeout_s: float) -> bytes:
-        """Wait until it reads or prints something, or the time is over. Returns what it printed."""
+        """Wait until the command reads or prints something, or the timeout. Returns what it printed."""
         poll = select.poll()
         if self.pieces:
             poll.register(self._writer, select.POLLOUT)
@@ -155,7 +162,7 @@ class Command:
 
     @property
     def is_mute(self) -> bool:
-        """Whether it can acknowledge nothing more."""
+        """Whether it can no longer acknowledge anything."""
         return self._by_line and self._output is None
 
     @property
@@ -193,11 +200,12 @@ class Command:
             del self._left[position]
         return position
 
-    # --- its end
+    # --- ending it
 
     @property
     def has_ended(self) -> bool:
-        """Does not reap it: until `finish` has ended its group, its number must not become another process's."""
+        """Whether the command has ended. Does not reap it: until `finish` has ended its group, no other process may get
+        its pid."""
         with contextlib.suppress(ChildProcessError):  # `finish` has reaped it
             return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
         return True
@@ -210,14 +218,14 @@ class Command:
         return self.has_ended
 
     def close_input(self) -> None:
-        """No more events: a command that reads to the end of its input ends now."""
+        """Close its input: a command that reads to the end ends now."""
         if self._writer >= 0:
             os.close(self._writer)
             self._writer = -1
 
     def finish(self, patience_s: float, grace_s: float) -> int:
-        """End it and everything it started, after it had time to end by itself; returns its status, negative for a
-        signal."""
+        """End the command and everything it started, after giving it time to end on its own. Returns its status,
+        negative for a signal."""
         if _alive.pop(self.pid, None) is not None:
             self.close_input()
             self.wait(patience_s)
@@ -226,7 +234,7 @@ class Command:
             self._close_pipe()
             if self._output is not None:
                 self._output.close()
-            self._errors.join(0.2)  # a process that left the session may hold it open
+            self._errors.join(0.2)  # a process that left the session may keep it open
         return self._popen.returncode
 
     def kill(self) -> None:
@@ -259,7 +267,7 @@ _alive: dict[int, Command] = {}
 
 @atexit.register
 def end_all() -> None:
-    """Kill what is left of all commands: for the end of this process, without waiting."""
+    """Kill all remaining commands, without waiting: for the end of this process."""
     for command in list(_alive.values()):
         command.kill()
 
@@ -276,7 +284,8 @@ def end_group(group: int, grace_s: float) -> None:
 
 
 def _has_members(group: int) -> bool:
-    """Whether a member runs. An ended one may long stay a zombie, as another process's child."""
+    """Whether a process of the group is running. Zombies do not count: as children of another process they may stay for
+    long."""
     for pid in psutil.pids():
         with contextlib.suppress(OSError, psutil.Error):
             if os.getpgid(pid) == group and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
@@ -285,18 +294,18 @@ def _has_members(group: int) -> bool:
 
 
 def mark_leader(pid: int) -> None:
-    """Tell a command from what it starts, which inherits MARK: this flag is not inherited, and means nothing to ordinary
-    processes."""
+    """Mark a command, to tell it from processes it starts. They inherit MARK, but not this flag, which means nothing to
+    ordinary processes."""
     with contextlib.suppress(
         OSError, AttributeError
-    ):  # it has ended, or the system has no such flag: it is never found
+    ):  # it has ended, or the system has no such flag; then it is never found
         policy = os.sched_getscheduler(pid) | os.SCHED_RESET_ON_FORK
         os.sched_setscheduler(pid, policy, os.sched_getparam(pid))
 
 
 def find_marked(owner: str) -> list[int]:
-    """Commands started by an earlier run that was killed, each the leader of its group. Daemons that a command left in
-    sessions of their own are not among them."""
+    """Commands of an earlier run that was killed, each the leader of its group. Does not find daemons that a command
+    left in sessions of their own."""
     found = []
     for pid in psutil.pids():
         with contextlib.suppress(OSError, AttributeError, psutil.Error):

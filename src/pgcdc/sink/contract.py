@@ -1,10 +1,10 @@
-"""The contract that every sink keeps, and what the runner around it (`sink/runner.py`) gives it.
+"""The contract of every sink, and what the runner around it (`sink/runner.py`) provides.
 
-A sink makes batches durable, and nothing else: the runner keeps the ack, retries, paces, sets refused events aside and
-remembers what was delivered in part. After a crash a batch comes again, maybe cut in other places; the runner leaves out
-what is acknowledged, by position alone: neither query nor batch numbers are stable.
+A sink only makes batches durable. The runner keeps the ack, retries, limits the rate, sets refused events aside and
+remembers partial deliveries. After a crash a batch is repeated, maybe with other boundaries. The runner skips what is
+acknowledged, by position alone, because neither query numbers nor batch numbers are stable.
 
-What a sink needs and can do stands on its class, which derives from `Sink`.
+A sink declares its needs and abilities as class attributes; it derives from `Sink`.
 """
 
 from __future__ import annotations
@@ -41,28 +41,30 @@ __all__ = [
     "explained",
 ]
 
-Receipt = dict[str, Any]  # What a part writer says about a part, for the commit: a few words that JSON can carry
+Receipt = dict[str, Any]  # How a part writer describes a part to the commit: a small JSON object
 
 
 class Progress:
-    """How far a sink is, on disk: the ack, and a small detail for the sink. Durable when `save` returns. The runner saves
-    after every write. A sink saves itself where the detail must be on disk before its next step."""
+    """A sink's progress on disk: the ack, and a small detail for the sink. Durable when `save` returns.
+
+    The runner saves after every write. A sink calls `save` only when the detail must be on disk before its next step.
+    """
 
     def __init__(self, folder: Path, name: str) -> None:
         self.name, self.folder = name, folder
         self._path = folder / f"{name}.json"
         raw = read_json(self._path)
-        self.position: Position | None = None  # Everything up to here is durable; None: nothing was ever written
-        self.acked: Position | None = None  # The same, without what a sink has yet to `settle`
+        self.position: Position | None = None  # Everything up to here is durable; None: nothing was written yet
+        self.acked: Position | None = None  # The same, but only what the sink has settled (`settle`)
         self.written: Position | None = None
         """The target's own position, for a sink that `keeps_position`: empty batches move only the ack."""
-        self.is_rewound = False  # `rewind` was called, and the target must still follow
+        self.is_rewound = False  # `rewind` was called, and the target has not followed yet
         self.detail: dict[str, Any] = {}
         self.next_detail: dict[str, Any] | None = None
-        """What the next `save` puts into `detail`: a sink leaves it for the runner."""
+        """What the next `save` puts into `detail`. A sink sets it for the runner."""
         self._owner = ""
-        self.is_keyed = False  # It keeps tables equal: the runner says so
-        self.holds: dict[int, Hold] = {}  # By oid: tables that it takes only from their reload
+        self.is_keyed = False  # It keeps tables equal; set by the runner
+        self.holds: dict[int, Hold] = {}  # By oid: tables accepted only from their reload
         if raw is not None:
             try:
                 self.position = Position.parse(raw["position"]) if raw["position"] else None
@@ -83,7 +85,8 @@ class Progress:
         is_settled: bool = True,
         holds: dict[int, Hold] | None = None,
     ) -> None:
-        """Replace the state on disk. `is_settled=False`: the ack stays until `settle`; after a crash `open` comes first."""
+        """Replace the state on disk. `is_settled=False`: the ack stays until `settle`; after a crash, `open` runs
+        first."""
         self.holds = self.holds if holds is None else holds
         detail = detail if detail is not None else self.next_detail if self.next_detail is not None else self.detail
         written = written or self.written
@@ -94,29 +97,29 @@ class Progress:
             self.acked = position
 
     def hold(self, holds: dict[int, Hold]) -> None:
-        """Take these tables only from their reload."""
+        """Accept these tables only from their reload."""
         self.holds = holds
         self._write(self.position, self.detail, self.written, is_rewound=self.is_rewound)
 
     def rewind(self, position: Position) -> None:
-        """The source restarts there (`pgcdc resync`), before or behind the ack: the target must follow."""
+        """Restart from a position before or after the ack, as `pgcdc resync` does. The target must follow."""
         self.holds = {}
         self._write(position, self.detail, self.written, is_rewound=True)
         self.position = self.acked = position
         self.is_rewound = True
 
     def settle(self) -> None:
-        """The saved state now counts."""
+        """Count the saved state as acknowledged."""
         self.acked = self.position
 
     @property
     def owner(self) -> str:
-        """A random name of this sink, the same in every run: it marks what a target stores as ours."""
+        """A random name of this sink, the same in every run. It marks our records in a target."""
         if not self._owner:
             self._owner = str(uuid.uuid4())
             self._write(
                 self.position, self.detail, self.written, is_rewound=self.is_rewound
-            )  # before a target knows it
+            )  # saved before a target sees it
         return self._owner
 
     @property
@@ -138,34 +141,34 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class SinkContext:
-    """What a sink is given. There are no paths in it."""
+    """What a sink receives. Contains no paths."""
 
     name: str  # The adapter's name
-    start: Position  # Where a new sink begins
+    start: Position  # Where a new sink starts
     progress: Progress
-    shapes: ShapeHistory  # The history of the shapes of the source's tables; `refresh()` before use
-    say: Callable[[str], None]  # A line for the person at the terminal, or for the log
-    timeout_s: float = 30.0  # How long a write may take
+    shapes: ShapeHistory  # The shapes of the source's tables; call `refresh()` before use
+    say: Callable[[str], None]  # Prints a line on the terminal or in the log
+    timeout_s: float = 30.0  # The time limit of a write
     stream: str = ""
-    """The pipeline's source. A target's records are keyed by (`progress.owner`, `stream`): positions of different streams
-    are unrelated, and streams may share a target."""
+    """The pipeline's source. A target's records are keyed by (`progress.owner`, `stream`): positions of different
+    streams are unrelated, and streams may share a target."""
     source: str = ""  # Where the events come from, for people
-    identity: Identity | None = None  # The captured database and tables: for a target that may be the same database
+    identity: Identity | None = None  # The captured database and tables: the target may be the same database
     chain: Callable[[], SimpleChain] = lambda: SimpleChain((), ())
-    """What the adapter's transforms do to columns now: shapes in `shapes` are before them."""
+    """How the adapter's transforms currently change columns. `shapes` holds the shapes before transforms."""
     delivered: Callable[[Iterable[str]], None] = field(default=lambda positions: None)
-    """For a target that takes events one by one and cannot undo: these positions are delivered, whatever happens to the rest
-    of the write. They are not repeated in this process."""
+    """For targets that accept events one by one and cannot undo: reports positions as delivered, whatever happens to
+    the rest of the write. They are not repeated in this process."""
 
 
 ErrorPolicies = Sequence[tuple[str, bool, str]]
-"""Kinds of client errors (class names, or how the message begins; empty: all), whether they may pass, and advice; the first
-match counts."""
+"""Kinds of client errors (class names, or how the message begins; empty: all), whether they may be temporary, and
+advice. The first match counts."""
 
 
 @contextmanager
 def explained(adapter: str, kind: type[Exception], policies: ErrorPolicies) -> Iterator[None]:
-    """A client's errors become SinkUnavailable or SinkError, with advice."""
+    """Turn a client's errors into SinkUnavailable or SinkError, with advice."""
     try:
         yield
     except kind as error:
@@ -181,15 +184,18 @@ class Sink(Protocol):
     """Where events go. All sinks pass the same contract tests (docs/contract.md)."""
 
     form: Form = "lines"
-    """What it reads: `batch.lines()`, `batch.records()`, the fields of each event (`batch.events`), or `batch.tables()`."""
-    whole_batches: ClassVar[bool] = False  # A batch must not be given in parts
+    """The form it reads: `batch.lines()`, `batch.records()`, the fields of each event (`batch.events`), or
+    `batch.tables()`."""
+    whole_batches: ClassVar[bool] = False  # Never split a batch
     keeps_position: ClassVar[bool] = False
-    """The target keeps the position, and changes it in one step with what is written: `open` returns it. After a write that
-    failed, `open` is called again, and the target's word counts. Empty batches move the ack alone.
+    """The target stores the position and updates it in the same step as the data; `open` returns it.
 
-    `open` finds the record of `progress.owner` and `context.stream`. If there is none, it begins one at `context.start`
-    (only while `progress.written` is None), or returns None: a new one then begins with the first write. If the ack
-    `is_rewound`, it moves the record to `context.start`, or begins one there."""
+    After a failed write, `open` is called again, and the target's position counts. Empty batches move only the ack.
+
+    `open` finds the record of `progress.owner` and `context.stream`. If there is none, it creates one at
+    `context.start` (only while `progress.written` is None), or returns None, and the first write creates it. If the ack
+    `is_rewound`, it moves the record to `context.start`, or creates one there.
+    """
     finds_by_halves: ClassVar[bool] = False
     """SinkRejected without names says that some event is wrong: the runner finds it by giving halves."""
     takes_executors: bool = False  # Executors may write large batches to it: it is a `ParallelSink`
@@ -202,52 +208,71 @@ class Sink(Protocol):
         return None
 
     def open(self, context: SinkContext) -> Position | None:
-        """Restore the target to `context.progress`. What the target itself says that it has, if it `keeps_position`.
-        SinkError: it must not be touched. SinkUnavailable: it is tried again, and nothing is written before."""
+        """Restore the target to the state of `context.progress`. Returns the target's own position if it
+        `keeps_position`.
+
+        SinkError: the target must not be touched. SinkUnavailable: `open` is retried, and nothing is written before it
+        succeeds.
+        """
 
     def write(self, batch: Batch) -> None:
-        """Make a batch durable: it begins where the ack is. Then the runner moves the ack to its end. SinkUnavailable: it
-        comes again. SinkRejected names events that the target will never take: the batch comes again without them.
-        ReloadNeeded (of the form `tables`) names tables whose copy cannot follow: the batch comes again without them, and
-        they come whole later, after a TRUNCATE. Such a sink also gets an empty batch if a table has another shape in it."""
+        """Make a batch durable. It starts at the ack, and the runner then moves the ack to its end.
+
+        SinkUnavailable: the batch is repeated. SinkRejected names events that the target will never accept: the batch
+        is repeated without them. ReloadNeeded (form `tables`) names tables whose copy cannot follow: the batch is
+        repeated without them, and later they come whole, after a TRUNCATE. Such a sink also receives an empty batch in
+        which a table's shape changes.
+        """
 
     def redeliver(self, batch: Batch) -> Collection[str]:
-        """Deliver dead letters: events of the past. The ack stays. Raises as `write` does. Returns the positions of those
-        that were left out, because the target has something newer for their key."""
+        """Deliver dead letters, which are past events. The ack stays. Raises the same errors as `write`.
+
+        Returns the positions it skipped because the target has something newer for their key.
+        """
         self.write(batch)
         return ()
 
     def read_back(self, context: SinkContext, shape: TableShape, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        """The rows that the target has for a table, as this adapter's transforms leave it: each once, in any order, as text
-        columns of these names; null where it has none. Another process may be writing: neither it nor the target is
-        touched, and `open` was not called. It has at least everything that the ack covered at the call. Called only if it
-        `reads_back`."""
+        """The rows that the target has for a table, in the form that this adapter's transforms produce.
+
+        Each row once, in any order, as text columns with these names; null where it has none. It must include
+        everything that the ack covers at the time of the call. Another process may be writing: the method must touch
+        neither it nor the target, and `open` has not been called. Only called if the sink `reads_back`.
+        """
         raise SinkError(f"adapter {context.name} cannot be read back", "See docs/verify.md for the adapters that can")
 
     def close(self) -> None:
-        """Release what is held; nothing is lost if this is never called, and harmless if it is called twice."""
+        """Release resources. Nothing is lost without this call, and a second call is harmless."""
         return None
 
 
 class PartWriter(Protocol):
-    """Writes parts of a large batch, on the executors of Spark. It stands in Spark's plan: no secret, no connection."""
+    """Writes parts of a large batch, on Spark's executors. It is part of Spark's plan, so it holds no secret and no
+    connection."""
 
     def write_part(self, part: int, lines: Iterable[pa.RecordBatch]) -> Receipt | None:
-        """Make the events of one task durable where nobody sees them, and say how to find them; None if there were none.
-        `lines` has `position` and `line`, in order. A task may run again, or twice at the same time: each attempt writes for
-        itself, and only one gets into a commit."""
+        """Make the events of one task durable but invisible, and return how to find them; None if there were none.
+
+        `lines` has `position` and `line`, in order. A task may run again, or twice at the same time: each attempt
+        writes its own part, and only one of them is committed.
+        """
 
 
 class ParallelSink(Sink, Protocol):
-    """A sink to which executors write large batches, side by side. The driver commits. Changes of one key stand in one part,
-    in order, and a large batch is cut where that is not enough (TRUNCATE, say)."""
+    """A sink whose large batches are written by executors in parallel, and committed by the driver.
+
+    Changes of one key are in one part, in order. Where that is not enough (TRUNCATE, for example), the batch is cut.
+    """
 
     def part_writer(self) -> PartWriter:
-        """What goes to the executors."""
+        """The writer that is sent to the executors."""
 
     def commit_parts(self, start: Position, end: Position, receipts: Sequence[Receipt]) -> None:
-        """Make the parts of these receipts, and of no others, what the sink has of (start, end]. Atomic: after a crash all
-        of them are there or none. One that begins before the ack is SinkUnavailable."""
+        """Make the parts of these receipts, and no others, the sink's content for (start, end].
+
+        Atomic: after a crash either all of them are there or none. SinkUnavailable for a part that begins before the
+        ack.
+        """
 
     def discard_parts(self) -> None:
-        """Throw away parts that no commit has seen: of a crash, a lost task, or an attempt that came second."""
+        """Delete parts that were not committed: from a crash, a lost task, or a duplicate attempt."""

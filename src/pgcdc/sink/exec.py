@@ -1,11 +1,12 @@
-"""Events to the standard input of a command, at least once, each with its id.
+"""Sends events to the standard input of a command, at least once, each with its id.
 
-    exit   one process for each batch: it reads to the end of its input, and 0 means that all of it is delivered
-    line   one process for all: it prints a line for each event that it has done
-    write  one process for all: what it has read from its input counts
+    exit   one process per batch: it reads to the end of its input, and status 0 means that everything is delivered
+    line   one process for all batches: it prints a line for each event that it has processed
+    write  one process for all batches: everything it has read from its input counts as delivered
 
-A command that fails, or does not answer in time, is ended with everything that it has started. Another one gets what was not
-acknowledged, after the pauses of the runner. Exit status 65 (EX_DATAERR) says that an event is wrong: the runner finds it.
+A command that fails or does not answer in time is ended, together with everything it started. A new one gets the
+unacknowledged events, after the runner's delay. Exit status 65 (EX_DATAERR) means that an event is wrong; the runner finds
+out which one.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ from pgcdc.sink.contract import Sink, SinkContext
 from pgcdc.sink.spec import SinkOptions
 
 DATA_ERROR = 65  # EX_DATAERR of sysexits.h
-NOT_FOUND = (126, 127)  # How a shell says that there is no such command, or that it cannot be executed
-PATIENCE = 0.8  # A command's share of the write timeout: the rest is for ending it
-CLOSE_S = 5.0  # How long a command may run after its input has ended
+NOT_FOUND = (126, 127)  # A shell's exit codes for a command that cannot be executed or does not exist
+PATIENCE = 0.8  # A command's share of the write timeout; the rest is for ending it
+CLOSE_S = 5.0  # How long a command may run after its input ends
 GRACE_S = 2.0  # How long a command may take to end on SIGTERM
 _WORD = re.compile(r"[\w./+-]+")
 _LATER = "It is started again; nothing is lost"
 
 
 def _split_words(value: Any) -> Any:
-    """A flag's or variable's text, split like a shell does; no other shell syntax."""
+    """Splits the text of a flag or variable like a shell does, with no other shell syntax."""
     try:
         return tuple(shlex.split(value)) if isinstance(value, str) else value
     except ValueError as error:
@@ -92,14 +93,14 @@ class ExecOptions(SinkOptions):
 
 
 class ExecSink(Sink):
-    """Gives every event as one line to a command."""
+    """Writes every event as one line to a command."""
 
     finds_by_halves = True
 
     def __init__(self, options: ExecOptions) -> None:
         self._options, self._by_line = options, options.ack == "line"
         self.form = "records" if self._by_line else "lines"
-        self._command: Command | None = None  # The one that has all batches
+        self._command: Command | None = None  # The process for all batches
         self._has_failed = False
 
     def check(self, context: SinkContext) -> None:
@@ -145,7 +146,7 @@ class ExecSink(Sink):
         self._converse(command, batch)
 
     def redeliver(self, batch: Batch) -> Collection[str]:
-        """Give past events to a process of their own."""
+        """Give past events to a separate process."""
         if self._options.ack == "exit":
             self._run(batch)
             return ()
@@ -162,7 +163,7 @@ class ExecSink(Sink):
             self._command = None
 
     def _run(self, batch: Batch) -> None:
-        """Give a batch to a new process, and wait for its end."""
+        """Give a batch to a new process, and wait until it ends."""
         command, deadline = self._start(), time.monotonic() + self._patience_s
         command.give(batch)
         try:
@@ -192,7 +193,7 @@ class ExecSink(Sink):
         try:
             if command.run(str(batch.end), time.monotonic() + self._patience_s, self._context.delivered):
                 return
-        except SinkError:  # it talks nonsense
+        except SinkError:  # its answer makes no sense
             self._end(command)
             raise
         if command.has_ended or command.is_mute:
@@ -251,7 +252,7 @@ class ExecSink(Sink):
         )
 
     def _reject(self, command: Command, position: str = "") -> SinkRejected:
-        """Without a position the runner finds the event."""
+        """The error for a wrong event. Without a position, the runner finds the event."""
         kind, said = "exec_65", command.last_words or f"exit status {DATA_ERROR}"
         return SinkRejected(
             f"{self._title} refuses {f'the event at {position}' if position else 'an event'} (status {DATA_ERROR})",
@@ -263,7 +264,7 @@ class ExecSink(Sink):
 
 
 def _first_word(script: str) -> str:
-    """A text's first word, the command; empty if only a shell can tell."""
+    """The first word of a text, the command; empty if only a shell can tell."""
     with contextlib.suppress(ValueError):
         word = next(iter(shlex.split(script, comments=True)), "")
         return word if _WORD.fullmatch(word) else ""
@@ -271,7 +272,7 @@ def _first_word(script: str) -> str:
 
 
 def _ask_shell(*words: str) -> str:
-    """A shell's complaint about a command; empty if all is well."""
+    """A shell's complaint about a command; empty if there is none."""
     try:
         found = subprocess.run(
             ["sh", *words], capture_output=True, text=True, timeout=10, stdin=subprocess.DEVNULL, check=False

@@ -1,13 +1,13 @@
 """JSON lines in a file, exactly once.
 
-The ack holds the position and the file's size there. After a crash the file is cut back to that size, so that a half-written
-batch is written again from its start.
+The ack holds the position and the file's size at that point. After a crash the file is cut back to that size, so that a
+half-written batch is written again from its start.
 
-With a size limit the file rotates: `events.jsonl` becomes `events.jsonl.000001`, the next one `.000002`; a file keeps its
-number forever. The ack lists our numbers; files with other numbers are never touched or overwritten. The file gets its
-number first, then the ack says so: between them the file at the path is gone or new, and the one with the next number is as
-long as the ack says, so a start after a crash continues from there. A rotated file is compressed beside itself, and removed
-when the compressed one is durable: all of that is repeatable.
+With a size limit the file rotates: `events.jsonl` becomes `events.jsonl.000001`, the next one `.000002`; a file keeps
+its number forever. The ack lists our numbers; files with other numbers are never touched or overwritten. The file is
+renamed first, then the ack records it. In between, the file at the path is missing or new, and the one with the next
+number has the size in the ack, so a start after a crash continues from there. A rotated file is compressed next to the
+original, which is removed when the compressed file is durable. Every step can be repeated.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ class FileOptions(SinkOptions):
 
     @property
     def is_folder(self) -> bool:
-        """Whether it is, or will be, a folder."""
+        """Whether the path is, or will be, a folder."""
         return self.path.endswith("/") or self.full_path.is_dir()
 
     def make(self) -> FileSink | FolderSink:
-        from pgcdc.sink.folder import FolderSink  # which imports this
+        from pgcdc.sink.folder import FolderSink  # it imports this module
 
         if self.is_folder:
             return FolderSink(self.full_path)
@@ -99,7 +99,7 @@ class FileOptions(SinkOptions):
 
 
 class DiskSink(Sink):
-    """What files and folders share."""
+    """The shared part of file and folder sinks."""
 
     reads_back = True
 
@@ -111,12 +111,12 @@ class DiskSink(Sink):
         return self._progress.name
 
     def bind(self, progress: Progress) -> None:
-        """Load what was written before; comes before everything that reads."""
+        """Load what was written before. Must run before anything reads."""
         self._progress = progress
 
     @property
     def is_there(self) -> bool:
-        """Whether there is something to read."""
+        """Whether there is anything to read."""
         raise NotImplementedError
 
     def read_events(self, store: EventStore) -> None:
@@ -124,7 +124,8 @@ class DiskSink(Sink):
         raise NotImplementedError
 
     def read_back(self, context: SinkContext, shape: TableShape, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        """What the events leave of a table. A writer may rotate files or show parts meanwhile: then it begins again."""
+        """The rows that the events leave of a table. Starts again if a writer rotates files or shows parts
+        meanwhile."""
         for left in reversed(range(READ_TRIES)):
             progress = Progress(context.progress.folder, context.name)
             self.bind(progress)
@@ -167,11 +168,11 @@ class FileSink(DiskSink):
         max_files: int = 0,
         compression: Compression = "none",
     ) -> None:
-        """A file rotates before it exceeds `max_bytes` (0: never); `max_files` rotated ones are kept (0: all)."""
+        """A file rotates before it exceeds `max_bytes` (0: never); `max_files` rotated files are kept (0: all)."""
         super().__init__(path)
         self._descriptor = -1
         self._max_bytes, self._max_files, self._compression = max_bytes, max_files, compression
-        self._pool: ThreadPoolExecutor | None = None  # Tidies rotated files, so that nobody waits for a compression
+        self._pool: ThreadPoolExecutor | None = None  # Tidies rotated files: compression is slow
         self._is_stopped = False
 
     def check(self, context: SinkContext) -> None:
@@ -188,13 +189,13 @@ class FileSink(DiskSink):
         self._say, self._is_stopped = context.say, False
         with self._explain():
             if not self._look():
-                from pgcdc.sink.folder import leave_folder  # which imports this
+                from pgcdc.sink.folder import leave_folder  # it imports this module
 
                 leave_folder(self._progress)
                 self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o644)
                 os.fsync(self._descriptor)
                 fsync_folder(self.path.parent)
-                last = highest_number(self.path)  # of others
+                last = highest_number(self.path)  # of other pipelines
                 rotated = {"first": last + 1, "oldest": last + 1, "last": last, "bytes": 0}
                 self._progress.save(context.start, {"path": str(self.path), "size": 0, **rotated})
             self._restore()
@@ -208,11 +209,11 @@ class FileSink(DiskSink):
                 if part.end >= batch.end:
                     return
                 hit("sink.before_ack")
-                self._progress.save(part.end)  # the next one goes to another file
+                self._progress.save(part.end)  # the next event goes to another file
                 batch = batch.after(part.end)
 
     def redeliver(self, batch: Batch) -> Collection[str]:
-        """Append past lines; they change the ack's size, not its position."""
+        """Append past lines. This changes the size in the ack, not its position."""
         with self._explain(kind=SinkUnavailable, advice="Is the disk full? Nothing is lost: try again"):
             self._restore()
             if self._size and self._max_bytes and self._size + sum(map(len, batch.lines())) > self._max_bytes:
@@ -230,7 +231,7 @@ class FileSink(DiskSink):
             timer.cancel()
             self._pool = None
 
-    # --- what stands in it
+    # --- its content
 
     @property
     def is_there(self) -> bool:
@@ -238,12 +239,12 @@ class FileSink(DiskSink):
 
     @property
     def kind(self) -> str:
-        """The content's kind: see `content_kind`."""
+        """The content's kind, see `content_kind`."""
         return next(filter(None, (content_kind(path) for path, _ in self._contents())), "")
 
     @property
     def is_complete(self) -> bool:
-        """Whether everything written is kept: not if `max_files` removed files."""
+        """Whether all events that were written still exist: not if `max_files` removed files."""
         return bool(self._rotated.oldest == self._rotated.first)
 
     def read_events(self, store: EventStore) -> None:
@@ -264,7 +265,7 @@ class FileSink(DiskSink):
                 )
 
     def _contents(self) -> list[tuple[Path, int | None]]:
-        """The existing files, in order, and how much of each counts; None: all."""
+        """The existing files, in order, and how many bytes of each count; None: all."""
         numbers = self._rotated
         found = filter(None, (find_rotated(self.path, one) for one in range(numbers.oldest, numbers.last + 1)))
         current = self._moved if self._is_moved else self.path
@@ -289,13 +290,13 @@ class FileSink(DiskSink):
 
     @property
     def _is_moved(self) -> bool:
-        """Whether a crash interrupted a rotation: the file has its number, but the ack does not say so."""
+        """Whether a crash interrupted a rotation: the file is renamed, but the ack does not say so."""
         return self._size > 0 and _length(self.path) <= 0 and _length(self._moved) == self._size
 
     def _look(self) -> bool:
         """Whether the file is the one written before. Raises SinkError if it has changed since."""
         detail, size = self._progress.detail, _length(self.path)
-        # The same path may have been a folder before.
+        # The path may have been a folder before.
         if self._progress.position is None or "size" not in detail or detail["path"] != str(self.path):
             if size > 0:
                 raise SinkError(
@@ -318,7 +319,7 @@ class FileSink(DiskSink):
         return True
 
     def _restore(self) -> None:
-        """Open the file as the ack says: cut off what a failed attempt or a crash left."""
+        """Open the file as the ack says, and cut off what a failed attempt or a crash left."""
         if self._descriptor < 0:
             if self._is_moved:
                 self._note_rotation()
@@ -342,7 +343,7 @@ class FileSink(DiskSink):
         self._progress.next_detail = {**self._progress.detail, "size": size}  # the runner saves it with the ack
 
     def _fitting(self, batch: Batch) -> Batch:
-        """As much of a batch as this file takes: at least one event, in a new file if needed."""
+        """The part of a batch that fits into this file: at least one event, in a new file if needed."""
         if not self._max_bytes or not len(batch):
             return batch
         ends = np.cumsum(pc.binary_length(batch.events.column("line")).to_numpy().astype(np.int64))
@@ -357,7 +358,7 @@ class FileSink(DiskSink):
     def _rotate(self) -> None:
         if (foreign := find_rotated(self.path, self._rotated.last + 1)) is not None:
             raise SinkError(f"{foreign} exists and was not written by this pipeline", "Move it away")
-        os.fsync(self._descriptor)  # what was cut off must not come back under the other name
+        os.fsync(self._descriptor)  # data that was cut off must not reappear under the new name
         self._release()
         hit("file.before_rotation")
         os.rename(self.path, self._moved)
@@ -365,7 +366,7 @@ class FileSink(DiskSink):
         self._restore()
 
     def _note_rotation(self) -> None:
-        """The file has its number: the ack says so once the next file exists."""
+        """Record in the ack that the file was renamed, once the next file exists."""
         first, oldest, last, total = self._rotated
         os.close(os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o644))
         fsync_folder(self.path.parent)
@@ -378,7 +379,7 @@ class FileSink(DiskSink):
     def _tidy(self, rotated: Rotated) -> None:
         try:
             tidy(self.path, rotated, self._compression, lambda: self._is_stopped)
-        except OSError as error:  # events are safe: the files are only larger or more than needed
+        except OSError as error:  # no events are at risk: files are only larger or more than needed
             self._say(f"rotated files of {self.path} could not be compressed or removed: {error.strerror}")
 
     def _stop(self) -> None:
@@ -391,7 +392,7 @@ class FileSink(DiskSink):
 
 
 def _length(path: Path) -> int:
-    """The size of a file; -1 if there is none."""
+    """The size of a file; -1 if it does not exist."""
     try:
         return path.stat().st_size
     except FileNotFoundError:

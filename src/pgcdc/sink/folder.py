@@ -1,13 +1,13 @@
-"""JSON lines in a folder of part files, exactly once; the executors of Spark write large batches in parallel.
+"""JSON lines in a folder of part files, exactly once. Spark's executors write large batches in parallel.
 
-A part is first written durably to a hidden folder (`_pgcdc`), where no reader looks. Then the ack moves and names its parts.
-Only then do they get their names. So after a crash at any point the ack says which parts to show; everything else in the
-hidden folder is uncommitted and deleted. A file there names the folder's owner: another pipeline would delete what this one
-is writing.
+A part is first written durably to a hidden folder (`_pgcdc`), where no reader looks. Then the ack moves and names its
+parts. Only then do they get their final names. After a crash at any point, the ack therefore says which parts to show;
+everything else in the hidden folder is uncommitted and deleted. A file there names the folder's owner: another pipeline
+would delete what this one is writing.
 
-The names sort in stream order: the end of the batch, then the number of the part. In a batch written in parallel, all events
-of a key are in one part, in order. Redelivered dead letters get a part behind the existing ones: `R` and a number that is
-never reused, since a reader may have moved older parts away.
+The names sort in stream order: the end of the batch, then the number of the part. In a batch written in parallel, all
+events of a key are in one part, in order. Redelivered dead letters get a part after the existing ones: `R` and a number
+that is never reused, since a reader may have moved older parts away.
 """
 
 from __future__ import annotations
@@ -33,14 +33,17 @@ from pgcdc.sink.contract import ParallelSink, Progress, Receipt, SinkContext
 from pgcdc.sink.file import DiskSink
 from pgcdc.sink.line_files import EventStore, content_kind, read_lines
 
-HIDDEN = "_pgcdc"  # Spark's readers, and many others, leave out what begins with an underscore
-OWNER = "owner"  # The file with the random name that also stands in the ack of the sink whose folder it is
+HIDDEN = "_pgcdc"  # Spark and many other readers ignore names with a leading underscore
+OWNER = "owner"  # A file with the random name that is also in the owning sink's ack
 _PART = re.compile(r"[0-9A-F]{16}-[0-9A-F]{13}(?:\.[0-9A-F]{8})?-R?[0-9]{5}\.jsonl")
 
 
 def leave_folder(progress: Progress) -> None:
-    """Finish what a folder's ack has begun, before the adapter switches to another target: parts that the ack names are
-    acknowledged, and nobody writes them again. A missing folder was deleted by the user."""
+    """Finish what a folder's ack has begun, before the adapter switches to another target.
+
+    Parts that the ack names are acknowledged, so nothing would write them again. A missing folder was deleted by the
+    user.
+    """
     if "parts" not in progress.detail:
         return
     folder = Path(progress.detail["path"])
@@ -56,7 +59,7 @@ def leave_folder(progress: Progress) -> None:
 
 
 def _show_parts(folder: Path, shown: Sequence[Sequence[str]]) -> list[str]:
-    """Give parts their names. Returns the missing ones: shown before a crash, or moved away since."""
+    """Rename parts to their final names. Returns the missing ones: shown before a crash, or moved away since."""
     missing = []
     for file, name in shown:
         try:
@@ -70,19 +73,19 @@ def _show_parts(folder: Path, shown: Sequence[Sequence[str]]) -> list[str]:
 
 def _read_owner(folder: Path) -> str | None:
     try:
-        return (folder / HIDDEN / OWNER).read_text() or None  # empty: of a crash, it is nobody's
+        return (folder / HIDDEN / OWNER).read_text() or None  # empty after a crash: nobody owns it
     except (FileNotFoundError, NotADirectoryError):
         return None
 
 
 @dataclass(frozen=True, slots=True)
 class FolderPartWriter:
-    """Writes one part to the hidden folder. Goes to the executors, which see the same folder."""
+    """Writes one part to the hidden folder. Sent to the executors, which see the same folder."""
 
     folder: str
 
     def write_part(self, part: int, lines: Iterable[pa.RecordBatch]) -> Receipt | None:
-        """A file with a name that no other attempt uses, durable when this returns."""
+        """Write a file with a name that no other attempt uses. It is durable on return."""
         path = Path(self.folder) / f"{part:05d}-{uuid.uuid4().hex}"
         size = 0
         try:
@@ -113,7 +116,7 @@ class FolderSink(DiskSink, ParallelSink):
         super().__init__(path)
         self._hidden = self.path / HIDDEN
         self._is_owed = False  # The ack names parts that are not shown yet
-        self._again: list[str] = []  # The positions of a redelivery that is in the ack but not shown yet
+        self._again: list[str] = []  # Redelivered positions that are in the ack but not shown yet
 
     @property
     def is_there(self) -> bool:
@@ -126,7 +129,7 @@ class FolderSink(DiskSink, ParallelSink):
 
     @property
     def is_complete(self) -> bool:
-        """Whether everything written is kept: nothing is ever removed."""
+        """Always true: nothing is ever removed."""
         return True
 
     def check(self, context: SinkContext) -> None:
@@ -144,7 +147,7 @@ class FolderSink(DiskSink, ParallelSink):
             fsync_folder(self.path.parent)
             if not is_known:
                 leave_folder(self._progress)
-                self._progress.detail = {}  # of another target
+                self._progress.detail = {}  # it belongs to another target
                 self._save(context.start, parts=0, size=0)
             self._claim()
             _show_parts(self.path, self._shown)
@@ -159,7 +162,7 @@ class FolderSink(DiskSink, ParallelSink):
             self.commit_parts(batch.start, batch.end, [receipt] if receipt else [])
 
     def redeliver(self, batch: Batch) -> Collection[str]:
-        """One more part, which the ack names; its position stays."""
+        """Add one part, which the ack then names. The ack's position stays."""
         self._catch_up()
         positions = batch.positions().to_pylist()
         before, self._again = self._again, []
@@ -200,7 +203,7 @@ class FolderSink(DiskSink, ParallelSink):
         hit("folder.after_shown")
 
     def discard_parts(self) -> None:
-        """Delete parts that no ack names: of a crash, a lost task, or a second attempt."""
+        """Delete parts that no ack names: from a crash, a lost task, or a duplicate attempt."""
         named = {OWNER, *(file for file, _ in self._shown)}
         with self._explain(kind=SinkUnavailable):
             for path in self._hidden.iterdir():
@@ -208,7 +211,7 @@ class FolderSink(DiskSink, ParallelSink):
                     path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        if self._progress.detail.get("parts") == 0:  # it is empty: free for anyone
+        if self._progress.detail.get("parts") == 0:  # the folder is empty: anyone may use it
             with contextlib.suppress(OSError):
                 if _read_owner(self.path) == self._progress.owner:
                     (self._hidden / OWNER).unlink()
@@ -230,7 +233,7 @@ class FolderSink(DiskSink, ParallelSink):
                 read_lines(path, None, store)
 
     def _parts(self) -> list[Path]:
-        """The parts that the ack covers, in order. Nothing is renamed: a running pipeline would miss its files."""
+        """The parts that the ack covers, in order. Renames nothing: a running pipeline would miss its files."""
         last = self._name(self._at, "")[: -len("-.jsonl")]
         names = (path.name for path in self.path.iterdir() if _PART.fullmatch(path.name))
         found = {name: self.path / name for name in names if name.rpartition("-")[0] <= last}
@@ -254,7 +257,7 @@ class FolderSink(DiskSink, ParallelSink):
     def _look(self) -> bool:
         """Whether the folder is the one written before. Raises SinkError if it has changed since."""
         detail = self._progress.detail
-        # The same path may have been a file before.
+        # The path may have been a file before.
         is_known = self._progress.position is not None and "parts" in detail and detail["path"] == str(self.path)
         if is_known and not self.path.is_dir():
             raise SinkError(
@@ -280,7 +283,7 @@ class FolderSink(DiskSink, ParallelSink):
             )
 
     def _claim(self) -> None:
-        """Record the folder's owner, unless another was faster."""
+        """Record ourselves as the folder's owner, unless another pipeline did so first."""
         owner = self._hidden / OWNER
         with contextlib.suppress(FileExistsError), open(owner, "x") as file:
             file.write(self._progress.owner)
@@ -292,7 +295,7 @@ class FolderSink(DiskSink, ParallelSink):
         self._check_owner()
 
     def _publish(self) -> None:
-        """Show what was just saved."""
+        """Show the parts that were just saved."""
         hit("folder.before_shown")
         with self._explain(kind=SinkUnavailable):
             missing = _show_parts(self.path, self._shown)
@@ -309,14 +312,14 @@ class FolderSink(DiskSink, ParallelSink):
         self._progress.settle()
 
     def _catch_up(self) -> None:
-        """Show what the ack on disk covers: it is committed from there on."""
+        """Show the parts that the ack on disk covers: saving the ack commits them."""
         if self._is_owed:
             with self._explain(kind=SinkUnavailable):
                 _show_parts(self.path, self._shown)
             self._settle()
 
     def _check_part(self, receipt: Receipt) -> None:
-        """Acknowledge nothing that is invisible from here: executors may be on other hosts."""
+        """Check that a part is visible from here before acknowledging it: executors may be on other hosts."""
         path = self._hidden / receipt["file"]
         with self._explain("read", SinkUnavailable):
             size = path.stat().st_size
@@ -327,7 +330,7 @@ class FolderSink(DiskSink, ParallelSink):
             )
 
     def _save(self, position: Position, *, parts: int, size: int, **more: Any) -> None:
-        """The named parts are not shown yet: the ack follows when they are."""
+        """Save the ack's new state before the parts are shown; the ack itself moves when they are."""
         before = self._progress.detail if "parts" in self._progress.detail else {}
         detail = {
             **({"redelivered": before["redelivered"]} if "redelivered" in before else {}),

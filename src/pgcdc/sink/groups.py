@@ -1,8 +1,8 @@
-"""Order by key with concurrency: for sinks that send single events or small groups, several at a time.
+"""Concurrency that keeps the order by key, for sinks that send single events or small groups.
 
-Events of one key go to one worker, which sends one group after the other. A barrier waits for everything before it, and
-everything behind it waits. A refused event blocks what must not overtake it: its dead letter comes first. Errors that may
-pass or concern all events end the round: running groups finish, none starts.
+All events of a key go to one worker, which sends one group after the other. A barrier waits for everything before it,
+and everything behind it waits for the barrier. A refused event blocks whatever must not overtake it: its dead letter
+comes first. Errors that may be temporary or affect all events end the round: running groups finish, no new ones start.
 """
 
 from __future__ import annotations
@@ -34,32 +34,35 @@ class Record:
     operation: str
     key: str | None  # The values of the key columns as a JSON array
     value: bytes  # The rendered event
-    headers: dict[str, str] = field(default_factory=dict)  # The W3C trace that the event carries
-    lane: int = 0  # Equal for all events that must stay in order
+    headers: dict[str, str] = field(default_factory=dict)  # The W3C trace context of the event
+    lane: int = 0  # The same for all events that must stay in order
     is_barrier: bool = False
 
 
 class GroupSink(Sink):
-    """A sink that sends groups of events in parallel. It implements `send`; its class attributes describe it."""
+    """A sink that sends groups of events in parallel. Subclasses implement `send` and set the class attributes."""
 
     form: Form = "records"
     order: ClassVar[Order] = "key"
     """`key`: events of one key stay in order. `stream`: all events do, one group after the other."""
-    concurrency: int = 8  # So many groups at the same time
-    group_events: int = 1  # At most so many events in a group
-    group_bytes: int = 1_000_000  # A group with several events is not larger
+    concurrency: int = 8  # The number of groups in flight
+    group_events: int = 1  # The most events in a group
+    group_bytes: int = 1_000_000  # The most bytes in a group with several events
     context: SinkContext
     _loop: asyncio.AbstractEventLoop | None = None
     _thread: threading.Thread
 
     async def send(self, group: Sequence[Record]) -> None:
-        """Deliver a group; it counts when this returns. SinkUnavailable: later; it names the group's positions if it
-        concerns only these. SinkRejected: one of them is wrong; bisection finds it unless it is named, and the others are
-        repeated. SinkError: the pipeline stops."""
+        """Deliver a group; it counts as delivered on return.
+
+        SinkUnavailable: try again later; it names the group's positions if only they are affected. SinkRejected: one
+        event is wrong. If it is not named, bisection finds it, and the others are repeated. SinkError: the pipeline
+        stops.
+        """
         raise NotImplementedError
 
     async def disconnect(self) -> None:
-        """Close what `send` has opened."""
+        """Close what `send` opened."""
 
     def open(self, context: SinkContext) -> Position | None:
         self.context = context
@@ -70,7 +73,7 @@ class GroupSink(Sink):
         return None
 
     def write(self, batch: Batch) -> None:
-        """Also for dead letters: all are sent, since only the receiver knows what it has."""
+        """Send a batch. Dead letters are all sent too, since only the receiver knows what it has."""
         if len(batch):
             workers = self.concurrency if self.order == "key" else 1
             one = Round(self.send, workers, self.group_events, self.group_bytes, self.context.delivered)
@@ -109,7 +112,7 @@ def read_records(batch: Batch, order: Order = "key") -> list[Record]:
 
 
 def segments(records: Iterable[Record], workers: int) -> Iterator[list[list[Record]]]:
-    """The workers' queues, in rounds: one list of queues is done before the next begins."""
+    """The queues of the workers, in rounds: one round is finished before the next begins."""
     if workers == 1:
         yield [list(records)]
         return
@@ -133,14 +136,14 @@ def _queues(run: list[Record], workers: int) -> list[list[Record]]:
 
 
 class Round:
-    """Sends events, and remembers the outcome. `delivered` gets positions as they arrive."""
+    """Sends events and collects the outcome. `delivered` receives positions as soon as they are delivered."""
 
     def __init__(
         self, send: Send, workers: int, group_events: int, group_bytes: int, delivered: Callable[[list[str]], None]
     ) -> None:
         self._send, self._workers, self._delivered = send, workers, delivered
         self._events, self._bytes = group_events, group_bytes
-        self._left: Counter[str] = Counter()  # How many events of each position to send
+        self._left: Counter[str] = Counter()  # Events still to be sent, by position
         self._held: set[int] = set()  # Lanes with a refused event
         self._is_over = False
         self.rejects: list[Reject] = []
@@ -151,7 +154,7 @@ class Round:
     async def run(self, records: Sequence[Record]) -> None:
         self._left = Counter(record.position for record in records)
         for queues in segments(records, self._workers):
-            # Wait for all, whatever one raises: the next round must not meet groups of this one.
+            # Wait for all workers even if one raises: groups of this round must not run into the next.
             ended = await asyncio.gather(*map(self._work, queues), return_exceptions=True)
             for error in filter(None, ended):
                 raise error
@@ -159,7 +162,7 @@ class Round:
                 return
 
     def finish(self) -> None:
-        """Raise the round's outcome: errors that concern all first, then refusals."""
+        """Raise the round's outcome: errors that affect all events first, then refusals."""
         if self._stop is not None:
             raise self._stop
         if self._refusal is not None:
@@ -187,7 +190,7 @@ class Round:
             raise
 
     def _cut(self, queue: list[Record], begin: int) -> int:
-        """The end of the group that begins there."""
+        """The end of the group that starts at `begin`."""
         size, end = len(queue[begin].value), begin + 1
         while end < len(queue) and end - begin < self._events:
             size += len(queue[end].value) + 1
@@ -197,7 +200,7 @@ class Round:
         return end
 
     async def _send_allowed(self, group: Sequence[Record]) -> None:
-        """Send what nothing blocks. A blocked barrier ends the round: everything is behind it."""
+        """Send the records that are not blocked. A blocked barrier ends the round, since everything is behind it."""
         allowed, is_held = [], False
         for record in group:
             is_held = bool(self._held) and record.is_barrier
@@ -227,7 +230,7 @@ class Round:
 
     async def _refuse(self, group: Sequence[Record], error: SinkRejected) -> None:
         if not error.rejects and len(group) > 1:
-            # One of them is to blame: bisect. In order, without what a refused one blocks.
+            # One of them is wrong: bisect, in order, without records that a refused one blocks.
             half = len(group) // 2
             await self._send_allowed(group[:half])
             await self._send_allowed(group[half:])

@@ -1,9 +1,11 @@
-"""Tables that an adapter takes only from their reload, and rows that are not for it.
+"""Tables that an adapter accepts only from their reload, and rows that are not meant for it.
 
-A sink that cannot follow a change of a table raises ReloadNeeded. The runner then holds the table: durably, beside the ack,
-so that nothing of it is written until the capture has read it again. A hold ends with the last row of its own reload, and of
-no other one: that could be older. What becomes of a batch follows from its positions, the holds at its start and the
-addressed rows in it, so a replay does the same.
+When a sink cannot follow a change of a table, it raises ReloadNeeded. The runner then holds the table: durably, in the
+same file as the ack, so that nothing of it is written until the capture has read it again. A hold ends with the last
+row of its own reload. Any other reload could be older and does not end it.
+
+What happens to a batch depends only on its positions, the holds at its start and the addressed rows in it, so a replay
+has the same result.
 """
 
 from __future__ import annotations
@@ -33,10 +35,10 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """A table whose copy is replaced."""
+    """A table whose copy is being replaced."""
 
-    id: str  # Of the request
-    table: str  # For people, and to find it
+    id: str  # The id of the request
+    table: str  # For people, and to find the table
     reason: str = ""
 
 
@@ -53,8 +55,11 @@ def dump_holds(holds: Mapping[int, Hold]) -> dict[str, Any]:
 
 
 def find_misnamed(batch: Batch, shapes: ShapeHistory) -> dict[int, tuple[str, str]]:
-    """Tables (as in ReloadNeeded) with changes under a name that another table has by then. The server does not say that a
-    partitioned table was renamed, before our next look at the catalog does."""
+    """Tables (as in ReloadNeeded) with changes under a name that another table has by then.
+
+    This happens to a renamed partitioned table: the server does not report the rename, and we only notice it at our next
+    look at the catalog.
+    """
     shapes.refresh()
     found: dict[int, tuple[str, str]] = {}
     for number, shape in batch.shapes.items():
@@ -62,9 +67,10 @@ def find_misnamed(batch: Batch, shapes: ShapeHistory) -> dict[int, tuple[str, st
         if not shapes.is_shared(table):
             continue
         mine = batch.positions().filter(pc.equal(batch.events.column("relation"), number)).to_pylist()
-        places = [one for one in map(Position.parse, mine) if not one.is_snapshot]  # what was read has the name of then
+        # Rows of a snapshot have the name that the table had when it was read.
+        places = [one for one in map(Position.parse, mine) if not one.is_snapshot]
         ends = [*(change.position for change in shapes.of(table.namespace, table.name)), batch.end]
-        lasts = {bisect_right(places, end) for end in ends} - {0}  # the last ones before the name has another owner
+        lasts = {bisect_right(places, end) for end in ends} - {0}  # the last ones before the name changes its owner
         if any(shapes.is_misnamed(table, places[one - 1]) for one in lasts):
             name = name_table(table.namespace, table.name)
             found[table.oid] = (name, "another table has its name, and its own new one was not told")
@@ -72,23 +78,23 @@ def find_misnamed(batch: Batch, shapes: ShapeHistory) -> dict[int, tuple[str, st
 
 
 class Holds:
-    """What one adapter gets of a batch. `is_keyed`: it keeps tables equal; others take everything that is addressed to
-    them, in its order."""
+    """Decides which rows of a batch an adapter gets. `is_keyed`: the adapter keeps tables equal. Other adapters accept
+    everything that is addressed to them, in order."""
 
     def __init__(self, audience: Audience, progress: Progress, adapter: str, *, is_keyed: bool) -> None:
         self._audience, self._progress, self._adapter, self._is_keyed = audience, progress, adapter, is_keyed
 
     def add(self, tables: Mapping[int, Hold], without: int = 0) -> None:
-        """Hold these tables, and no longer `without`. Durable when this returns."""
+        """Hold these tables, and release `without`. Durable when this returns."""
         kept = {oid: one for oid, one in self._progress.holds.items() if oid != without}
         self._progress.hold({**kept, **tables})
 
     def is_addressed(self, start: Position, end: Position) -> bool:
-        """Whether something in (start, end] is not for everybody."""
+        """Whether something in (start, end] is meant for some adapters only."""
         return bool(self._audience.between(start, end))
 
     def after(self, start: Position, end: Position) -> dict[int, Hold]:
-        """The holds at `end`, if those of the ack count at `start`."""
+        """The holds at `end`, given that those of the ack apply at `start`."""
         holds = self._progress.holds
         for letter in self._reloads(start, end):
             if letter.last <= str(end):
@@ -96,12 +102,13 @@ class Holds:
         return holds
 
     def first_end(self, batch: Batch) -> Position | None:
-        """Where the first reload of a batch ends, if something comes behind it."""
+        """The end of the first reload in a batch, if more follows it."""
         ends = (Position.parse(one.last) for one in self._reloads(batch.start, batch.end) if one.is_last)
         return next((end for end in ends if end < batch.end), None)
 
     def take(self, batch: Batch) -> Batch:
-        """The rows of a batch that begins at the ack: without those of others, and of held tables only their reload."""
+        """The adapter's rows of a batch that starts at the ack: without rows for others, and of held tables only their
+        reload."""
         letters = self._audience.between(batch.start, batch.end)
         if not letters and not self._progress.holds:
             return batch
@@ -126,7 +133,7 @@ class Holds:
         for letter in self._reloads(batch.start, batch.end):
             keep &= ~(np.isin(oids, list(holds)) & _within(positions, done, letter.first))
             after = _advanced(holds, replace(letter, is_last=False))
-            if after[letter.oid].id != letter.reload:  # of an older request
+            if after[letter.oid].id != letter.reload:  # a reload of an older request
                 keep &= ~_within(positions, letter.first, letter.last)
             holds, done = _advanced(after, letter), letter.last
         return keep & ~(np.isin(oids, list(holds)) & _within(positions, done, "~"))
@@ -137,7 +144,8 @@ class Holds:
 
 
 def _advanced(holds: dict[int, Hold], letter: Letter) -> dict[int, Hold]:
-    """The holds behind a release of a reload: its first one holds a table that nobody holds yet."""
+    """The holds after part of a reload was released. The first part of a reload also holds a table that was not
+    held."""
     if letter.oid not in holds:
         holds = {**holds, letter.oid: Hold(letter.reload, letter.table)}
     if letter.is_last and holds[letter.oid].id == letter.reload:
@@ -146,7 +154,7 @@ def _advanced(holds: dict[int, Hold], letter: Letter) -> dict[int, Hold]:
 
 
 def _within(positions: pa.ChunkedArray, first: str, last: str) -> Bools:
-    """Behind `first`, up to `last`."""
+    """After `first`, up to and including `last`."""
     found = pc.and_(pc.greater(positions, first), pc.less_equal(positions, last))
     result: Bools = found.to_numpy()
     return result

@@ -1,8 +1,8 @@
-"""Shared by adapters that speak HTTP: URLs and headers as options, and a client. Decision 0018 says why aiohttp.
+"""Shared by the HTTP adapters: URLs and headers as options, and a client. Decision 0018 explains why aiohttp.
 
-No redirects or cookies, no proxy or .netrc unless asked for; certificates are checked; only as much of an answer is read as
-an error message needs. Addresses are checked when connecting, not when resolving: a name server that changes its answer
-gains nothing.
+The client follows no redirects and keeps no cookies. It uses a proxy or .netrc only on request, and checks
+certificates. It reads only as much of an answer as an error message needs. It checks addresses when connecting rather
+than when resolving, so a name server gains nothing by changing its answer.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     import aiohttp
 
 BODY_BYTES = 4096
-BODY_S = 1.0  # How long to wait for the rest of an answer: only its status counts
-CLOSED = "closed"  # The kind of a missing answer, because the connection ended
-KEEP_ALIVE_S = 4.0  # Below the 5 s after which many servers close a connection, so that a POST does not meet that
+BODY_S = 1.0  # How long to wait for the rest of an answer: only its status matters
+CLOSED = "closed"  # The kind of a missing answer when the connection ended
+KEEP_ALIVE_S = 4.0  # Many servers close a connection after 5 s: a POST must not run into that
 MAX_RETRY_S = 3600.0
 TEXT_CHARS = 200
 _IPV4 = re.compile(r"(?:(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])(?:\.(?!$)|$)){4}")
@@ -46,7 +46,7 @@ _OURS = re.compile(
 )
 _SECRET_HEADER = re.compile(r"(?i)auth|cookie|token|secret|key|password|signature|credential")
 _LATER = {408, 425, 429}
-_BUSY = {429, 503}  # Statuses not about the event: the receiver takes none now
+_BUSY = {429, 503}  # Statuses that are not about the event: the receiver is busy
 _STOP = {
     401: ("it does not accept our credentials", "Check the headers (Authorization) and the signing key"),
     405: ("it takes no POST", "Check the URL"),
@@ -56,13 +56,13 @@ _STOP = {
         "Give the URL of the receiver that took its place, or remove the adapter",
     ),
 }
-"""Statuses that concern every event."""
+"""Statuses that apply to every event."""
 
-Scrub = Callable[[str], str]  # Takes secrets out of a text
+Scrub = Callable[[str], str]  # Removes secrets from a text
 
 
 def check_url(url: str) -> str:
-    """The URL. ValueError: it is unusable; the text reveals nothing that may be secret."""
+    """Check a URL and return it. ValueError: it is unusable; the message reveals nothing that may be secret."""
     try:
         parts = urlsplit(url)
         port, host = parts.port, parts.hostname
@@ -90,7 +90,7 @@ def secrets_of(url: str, headers: Mapping[str, str], signing_key: str) -> set[st
 
 
 def parse_headers(value: Any) -> Any:
-    """A mapping in YAML; in flags, variables and files lines of `Name: value`, or a JSON object."""
+    """Accepts a mapping (YAML), or a text (flags, variables, files): lines of `Name: value`, or a JSON object."""
     if not isinstance(value, str):
         return value
     if value.lstrip().startswith("{"):
@@ -108,7 +108,7 @@ def parse_headers(value: Any) -> Any:
 
 
 def check_headers(headers: Mapping[str, str]) -> dict[str, str]:
-    """The headers. ValueError: one cannot be sent, or is ours; its value is not shown."""
+    """Check headers and return them. ValueError: one cannot be sent, or is ours; its value is not shown."""
     for name, value in headers.items():
         if not _NAME.fullmatch(name):
             raise ValueError(f"{name!r:.60} is no name of a header")
@@ -120,7 +120,7 @@ def check_headers(headers: Mapping[str, str]) -> dict[str, str]:
 
 
 def is_secret_header(name: str) -> bool:
-    """Whether the value of a header with this name is likely a secret."""
+    """Whether a header with this name probably holds a secret."""
     return bool(_SECRET_HEADER.search(name))
 
 
@@ -144,7 +144,7 @@ class ClientOptions(Options):
     key_file: PathText | None = setting(None, "the key of cert_file, if it is not in it")
 
     def make_tls(self, url: str) -> ssl.SSLContext | None:
-        """How to verify a URL's server. SinkError: one of its files is unusable."""
+        """The TLS settings for a URL's server. SinkError: one of the files is unusable."""
         if not url.startswith("https:"):
             return None
         file = self.ca_file
@@ -172,10 +172,10 @@ class ClientOptions(Options):
 
 
 def _refuse_password() -> str:
-    raise ValueError("the key has a password")  # else OpenSSL would ask at the terminal
+    raise ValueError("the key has a password")  # otherwise OpenSSL would ask at the terminal
 
 
-# --- answers
+# --- responses
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +187,7 @@ class Verdict:
     text: str = ""
     advice: str = ""
     retry_in_s: float = 0.0
-    is_general: bool = False  # Of SinkUnavailable: any other event would have failed too
+    is_general: bool = False  # For SinkUnavailable: any other event would have failed too
 
 
 def judge(status: int, headers: Mapping[str, str], body: bytes, scrub: Scrub, now: datetime | None = None) -> Verdict:
@@ -209,13 +209,13 @@ def judge(status: int, headers: Mapping[str, str], body: bytes, scrub: Scrub, no
 
 
 def shorten(text: str, scrub: Scrub) -> str:
-    """A stranger's text, in one line without secrets."""
+    """Text from outside, on one line and without secrets."""
     plain = re.sub(r"[\s\x00-\x1f\x7f-\x9f]+", " ", scrub(text)).strip()
     return plain if len(plain) <= TEXT_CHARS else f"{plain[:TEXT_CHARS]}..."
 
 
 def parse_retry_after(text: str, now: datetime | None = None) -> float:
-    """The seconds of Retry-After, a number or a date; 0 if invalid."""
+    """The seconds of a Retry-After header, which holds a number or a date; 0 if invalid."""
     text = text.strip()
     if re.fullmatch(r"[0-9]{1,9}", text):
         return min(float(text), MAX_RETRY_S)
@@ -228,7 +228,7 @@ def parse_retry_after(text: str, now: datetime | None = None) -> float:
 
 
 class Client:
-    """Posts to one URL, on the loop of its caller."""
+    """Posts to one URL, on the caller's event loop."""
 
     def __init__(self, options: ClientOptions, url: str, scrub: Scrub) -> None:
         self._options, self._url, self._scrub = options, url, scrub
@@ -243,7 +243,7 @@ class Client:
     def _open_session(self) -> aiohttp.ClientSession:
         import aiohttp
 
-        is_guarded = not (self._options.allow_private or self._proxy)  # the proxy connects, not we
+        is_guarded = not (self._options.allow_private or self._proxy)  # a proxy connects on its own
         connector = aiohttp.TCPConnector(
             limit=self._options.concurrency,
             ssl=self._tls or True,
@@ -259,7 +259,7 @@ class Client:
         )
 
     async def post(self, body: bytes, headers: Mapping[str, str]) -> Verdict:
-        """The outcome of one request. Retries if the server closes a kept connection just as we use it."""
+        """Send one request and return the outcome. Retries if the server closes a kept connection just as we use it."""
         verdict = await self._post(body, headers)
         return await self._post(body, headers) if verdict.kind == CLOSED else verdict
 
@@ -309,7 +309,7 @@ class Client:
 
 
 async def _read_some(response: aiohttp.ClientResponse) -> bytes:
-    """The beginning of the body. The connection is reused only if that was all."""
+    """Read the start of the body. The connection is only reused if that was everything."""
     import aiohttp
 
     data, is_whole = b"", False
@@ -323,24 +323,25 @@ async def _read_some(response: aiohttp.ClientResponse) -> bytes:
     return data[:BODY_BYTES]
 
 
-# --- addresses inside of a network, where requests of a stranger have no business
+# --- addresses inside networks, where requests to a stranger's URL must not go
 
 _NEVER = [
     ipaddress.ip_network(text)
     for text in (
-        "168.63.129.16/32",  # Azure's own services: a public address, and yet inside
-        "192.0.0.0/24",  # of protocols, and metadata of a cloud; older versions of Python know a part of it
-        "192.88.99.0/24",  # relays of 6to4
-        "::/96",  # IPv4 in its oldest disguise
-        "64:ff9b:1::/48",  # translation inside of a network
-        "fec0::/10",  # site-local, before it was abandoned
+        "168.63.129.16/32",  # Azure's own services: a public address, but internal
+        "192.0.0.0/24",  # of protocols, and a cloud's metadata; older Python versions know part of it
+        "192.88.99.0/24",  # 6to4 relays
+        "::/96",  # IPv4 in its oldest IPv6 form
+        "64:ff9b:1::/48",  # translation inside networks
+        "fec0::/10",  # site-local, now deprecated
     )
 ]
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 
 class AddressRefused(OSError):
-    """Raised instead of connecting. Its text never varies, so that several addresses of a name give one message."""
+    """Raised instead of connecting. The text is always the same, so that several addresses of a name produce one
+    message."""
 
     def __init__(self) -> None:
         super().__init__("the address is private")
@@ -366,7 +367,7 @@ def is_public(text: str) -> bool:
 
 
 def _guarded_socket(info: tuple[Any, ...]) -> socket.socket:
-    """A socket for this address (from `getaddrinfo`). AddressRefused: it is not public."""
+    """Create a socket for this address (from `getaddrinfo`). AddressRefused: the address is not public."""
     family, kind, protocol, _, address = info
     if not is_public(str(address[0])):
         raise AddressRefused

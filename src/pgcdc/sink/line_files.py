@@ -1,6 +1,8 @@
-"""Files of JSON lines: the keys of the rows that their events leave, and the care of rotated files. Keys are for `pgcdc
-resync`: a key that the sink has and the source has not is a row that vanished unseen. An extra key is harmless, since
-deleting a row that the source lacks is always right; a missing key is not."""
+"""Files of JSON lines: the keys of the rows that their events leave, and the maintenance of rotated files.
+
+Keys are for `pgcdc resync`: a key that the sink has and the source has not belongs to a row that vanished unseen. An
+extra key is harmless, since deleting a row that the source does not have is always right. A missing key is not.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +34,10 @@ _PUTS = ("INSERT", "UPDATE", "SNAPSHOT")
 
 
 class EventStore(Protocol):
-    """Who gets the events of a file."""
+    """Receives the events of a file."""
 
     def apply(self, event: Mapping[str, Any]) -> None:
-        """Take the next event."""
+        """Apply the next event."""
 
 
 class KeyStore(EventStore):
@@ -51,10 +53,10 @@ class KeyStore(EventStore):
             for number, (schema, name) in enumerate(tables)
         }
         self._buffer: dict[tuple[int, str], bool] = {}
-        """Keys that exist (True) or are gone since the file was last written."""
+        """Keys that appeared (True) or vanished since the file was last written."""
         self.unread: dict[TableName, int] = {}
         """Rows without a usable key: the table had another key then, or it is not UTF-8."""
-        self.others: set[str] = set()  # Channels of tables that were not asked for
+        self.others: set[str] = set()  # Channels of tables that were not requested
         path.unlink(missing_ok=True)
         with self._explain():
             self._db = sqlite3.connect(path, isolation_level=None)
@@ -86,17 +88,17 @@ class KeyStore(EventStore):
         if old is not None and is_put:
             before = [old.get(column) for column in columns]
             self._put(number, before, False)
-            row = {**old, **row}  # a value that was not sent again is the old one
+            row = {**old, **row}  # a value that was not sent again keeps its old value
         key = [row.get(column) for column in columns]
         if not self._put(number, key, is_put) and operation in ("INSERT", "SNAPSHOT"):
             name = self._names[number]
             self.unread[name] = self.unread.get(name, 0) + 1
 
     def _put(self, number: int, key: list[str | None], is_there: bool) -> bool:
-        """Whether the source can be asked by this key."""
+        """Record a key. Returns whether the source can be queried by it."""
         if None in key or any(value and (value.startswith("base64:") or _FFFD in value) for value in key):
             return False
-        self._buffer[number, orjson.dumps(key).decode()] = is_there  # decoded: orjson's bytes are kilobytes apiece
+        self._buffer[number, orjson.dumps(key).decode()] = is_there  # decoded: orjson's bytes take kilobytes each
         if len(self._buffer) >= BUFFERED_KEYS:
             self._flush()
         return True
@@ -107,7 +109,7 @@ class KeyStore(EventStore):
             self._db.execute("DELETE FROM k WHERE t = ?", [number])
 
     def _flush(self) -> None:
-        there = sorted(key for key, is_there in self._buffer.items() if is_there)  # in order: the file grows in places
+        there = sorted(key for key, is_there in self._buffer.items() if is_there)  # the file grows in few places
         gone = sorted(key for key, is_there in self._buffer.items() if not is_there)
         with self._explain():
             self._db.execute("BEGIN")
@@ -117,7 +119,7 @@ class KeyStore(EventStore):
         self._buffer.clear()
 
     def write_keys(self, table: TableName, path: Path) -> int:
-        """Write the keys of a table, one JSON array of texts per line; durable when this returns. Returns their number."""
+        """Write the keys of a table, one JSON array of texts per line. Durable on return; returns their number."""
         self._flush()
         count = 0
         partial = path.with_name(f"{path.name}.partial")
@@ -161,7 +163,8 @@ def open_lines(path: Path) -> Iterator[BinaryIO]:
 
 
 def read_lines(path: Path, size: int | None, store: EventStore) -> int:
-    """Pass the events in the first `size` bytes (or all) of a file of JSON lines to `store`; returns the number of bytes."""
+    """Pass the events in the first `size` bytes (None: all) of a file of JSON lines to `store`. Returns the number of
+    bytes."""
     done, number = 0, 0
     with open_lines(path) as file:
         for line in file:
@@ -183,8 +186,8 @@ def read_lines(path: Path, size: int | None, store: EventStore) -> int:
 
 
 def content_kind(path: Path) -> str:
-    """The kind of a file or folder of JSON lines, by its first line: events, rows (typed ones), zset, other (an envelope);
-    "" if empty."""
+    """The kind of content of a file or folder of JSON lines, from its first line: events, rows (typed ones), zset,
+    other (an envelope); "" if empty."""
     if path.is_dir():
         return next((content_kind(part) for part in sorted(path.glob("*.jsonl"))), "")
     with open_lines(path) as file:
@@ -200,11 +203,11 @@ def content_kind(path: Path) -> str:
     return "zset" if "_weight" in first else "rows"
 
 
-# --- files that have rotated
+# --- rotated files
 
 
 class Rotated(NamedTuple):
-    """Our rotated files: `first` to `last`; those before `oldest` must go. `size` is that of all."""
+    """Our rotated files: `first` to `last`. Files before `oldest` must be removed. `size` is the total."""
 
     first: int
     oldest: int
@@ -213,31 +216,31 @@ class Rotated(NamedTuple):
 
 
 def rotated_name(path: Path, number: int, ending: str = "") -> Path:
-    """The name of a rotated file; `ending` of one that is compressed."""
+    """The name of a rotated file; `ending` if it is compressed."""
     return path.with_name(f"{path.name}.{number:06d}{ending}")
 
 
 def find_rotated(path: Path, number: int) -> Path | None:
-    """The rotated file with this number, the compressed one if both exist; None if missing."""
+    """The rotated file with this number, the compressed one if both exist; None if it is missing."""
     forms = (rotated_name(path, number, ending) for ending in (*ENDINGS.values(), ""))
     return next((form for form in forms if form.exists()), None)
 
 
 def highest_number(path: Path) -> int:
-    """The highest number at this name, ours or not; 0 if there is none."""
+    """The highest number in use for this name, by us or others; 0 if there is none."""
     return max(_numbers(path), default=0)
 
 
 def _numbers(path: Path) -> set[int]:
-    """The numbers of rotated files at this name, ours or not."""
+    """The numbers of rotated files with this name, ours or not."""
     pattern = re.compile(re.escape(path.name) + r"\.(\d{6,})(?:\.gz|\.zst)?(?:\.partial)?")
     return {int(one[1]) for one in map(pattern.fullmatch, os.listdir(path.parent)) if one}
 
 
 def tidy(path: Path, rotated: Rotated, compression: Compression, should_stop: Callable[[], bool]) -> None:
-    """Remove old files and compress the rest. Repeatable at any point."""
+    """Remove old files and compress the rest. Can be repeated at any point."""
     for number in sorted(_numbers(path) & set(range(rotated.first, rotated.last + 1))):
-        for ending in ENDINGS.values():  # of a compression that did not end
+        for ending in ENDINGS.values():  # from an interrupted compression
             rotated_name(path, number, ending + _PARTIAL).unlink(missing_ok=True)
         if number < rotated.oldest:
             for ending in (*ENDINGS.values(), ""):
@@ -258,7 +261,7 @@ def _compress(path: Path, number: int, compression: Compression, should_stop: Ca
                 partial.unlink()
                 return
         except OSError:
-            partial.unlink(missing_ok=True)  # a full disk needs the room
+            partial.unlink(missing_ok=True)  # a full disk needs the space
             raise
         hit("file.before_compressed")
         os.rename(partial, final)
@@ -269,7 +272,7 @@ def _compress(path: Path, number: int, compression: Compression, should_stop: Ca
 
 
 def _write_compressed(plain: Path, partial: Path, compression: str, should_stop: Callable[[], bool]) -> bool:
-    """Whether it was written, durably: not if it had to stop."""
+    """Write the compressed file durably. Returns False if it had to stop."""
     with (
         open(plain, "rb") as source,
         open(partial, "wb") as target,
@@ -280,6 +283,6 @@ def _write_compressed(plain: Path, partial: Path, compression: str, should_stop:
             hit("file.half_compressed")
             if should_stop():
                 return False
-    with open(partial, "rb") as written:  # the stream closes what it writes to
+    with open(partial, "rb") as written:  # the stream closes the file it writes to
         os.fsync(written.fileno())
     return True

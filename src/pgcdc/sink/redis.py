@@ -1,8 +1,8 @@
 """Rows as keys of Redis or Valkey, exactly once: deleted whenever they change (invalidate), or kept as JSON (sync).
 
-A script changes keys and the position in one step, or nothing. Whoever opens the record of the position gets a higher token;
-a writer with an older one is refused. Notes of refused events stand beside it: a replay changes what nothing newer changed,
-and what a refused event would have changed is never merged into a newer row.
+A script changes keys and the position in one step, or not at all. Whoever opens the position's record gets a higher
+token; a writer with an older token is refused. Refused events are recorded next to it: a replay only changes keys
+without newer changes, and values that a refused event would have changed are never merged into a newer row.
 """
 
 from __future__ import annotations
@@ -98,10 +98,10 @@ class RedisOptions(UrlOptions):
         super().check()
         from redis import ConnectionPool
 
-        if not re.fullmatch("[0-9]+", self._database):  # the client would take another one
+        if not re.fullmatch("[0-9]+", self._database):  # the client would use another one
             raise ConfigError("redis_url: its database is no number", "Write redis://host:6379/0")
         try:
-            ConnectionPool.from_url(self.read_url()).make_connection()  # which does not connect
+            ConnectionPool.from_url(self.read_url()).make_connection()  # this does not connect
         except (TypeError, ValueError) as error:
             what = str(error).rpartition("__() ")[2]
             raise ConfigError(f"redis_url: {what}", "Check what is behind its ?: docs/adapters/redis.md") from error
@@ -133,9 +133,9 @@ class RedisSink(Sink):
         self.close()
         progress, options, self._name, self._say = context.progress, self._options, context.name, context.say
         self._context = context
-        whose = f"{progress.owner}:{context.stream}:{options.mode}:{options.id_column}"  # others have left other keys
+        whose = f"{progress.owner}:{context.stream}:{options.mode}:{options.id_column}"  # others left other keys
         self._keys = [f"{options.key_prefix}:pgcdc:{kind}:{whose}" for kind in ("position", "refused")]
-        # Where keys are only deleted, a server without them lacks nothing.
+        # Where keys are only deleted, a server without them needs nothing else.
         how = "rewind" if progress.is_rewound else "begin" if progress.written is None or not self._is_sync else ""
         self._max_bytes, self._waits_ms = 512 << 20, 0
         with self._explained(self._name):
@@ -148,7 +148,7 @@ class RedisSink(Sink):
             said = self._client.eval(_OPEN, 2, *self._keys, str(context.start), how)
             self._script = self._client.register_script(_WRITE)
         self._token, self._at = said or (0, "")  # type: int, str
-        self._settle()  # the position may be of a write that failed before its fsync
+        self._settle()  # the position may be from a write that failed before its fsync
         return Position.parse(self._at) if said else None
 
     def close(self) -> None:
@@ -164,7 +164,8 @@ class RedisSink(Sink):
         self._settle()
 
     def _follow(self, batch: Batch) -> None:
-        """Where a table has another name, key or columns, its keys go. ReloadNeeded: its rows come again in the new form."""
+        """Delete a table's keys when its name, key or columns change. ReloadNeeded: its rows must come again in the new
+        form."""
         chain, needed = self._context.chain(), dict[int, tuple[str, str]]()
         self._context.shapes.refresh()
         for change in self._context.shapes.between(batch.start, batch.end):
@@ -195,7 +196,7 @@ class RedisSink(Sink):
         assert shown.before is not None
         keys = set[tuple[str, ...]]()
         for one, details in ((shown.before, shown.before_details), (shown.after, shown.details)):
-            with suppress(SinkError):  # which a row says, if one comes
+            with suppress(SinkError):  # reported with a row, if one comes
                 keys.add(tuple(key_columns(one, details, self._options.id_column)))
         return len(keys) > 1
 
@@ -220,7 +221,7 @@ class RedisSink(Sink):
                 self._waits_ms, self._is_warned = 0, True
 
     def _write(self, batch: Batch, end: str, how: str = "") -> list[str]:
-        """Write everything at once. Of a replay, returns the positions left out."""
+        """Write all changes together. For a replay, returns the positions that were skipped."""
         changes: list[_Change] = []
         left, rejects = list[str](), list[Reject]()
         for one in keyed_changes(batch, self._options.id_column):
@@ -247,14 +248,14 @@ class RedisSink(Sink):
         return left
 
     def read_back(self, context: SinkContext, shape: TableShape, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        """Rows that JSON has under the table's keys. What the key says counts: a row at a wrong key is a wrong row."""
+        """Rows that the JSON under the table's keys contains. The key decides: a row at a wrong key is a wrong row."""
         prefix = self._prefix(shape.relation)
         key = key_columns(shape.relation, shape.details, self._options.id_column)
         with self._explained(context.name), RowStore(shape, key) as store:
             client = self._connect(context)
             try:
                 found = client.scan_iter(_pattern(prefix), PART_EVENTS, "STRING")
-                while part := list(islice(found, PART_EVENTS)):  # SCAN may say a key twice: the store has it once
+                while part := list(islice(found, PART_EVENTS)):  # SCAN may return a key twice: the store keeps it once
                     for name, text in zip(part, client.mget(part), strict=True):
                         if text is not None:  # deleted meanwhile
                             parts = [_unescape(one) for one in name.removeprefix(prefix).split(":")]
@@ -268,7 +269,7 @@ class RedisSink(Sink):
         return f"{self._options.key_prefix}{_join('.', names)}:"
 
     def _clear(self, prefix: str, position: str) -> list[str]:
-        """Delete all keys of a table. The position stays: after a crash this is repeated. Nothing is left out."""
+        """Delete all keys of a table. The position stays, so a crash repeats this. Skips nothing."""
         with self._explained(self._name):
             noted = {*self._client.hkeys(self._keys[1]), *(key for key, _ in self._noted)}
             waiting = (key for key in noted if key.startswith(prefix))
@@ -280,14 +281,15 @@ class RedisSink(Sink):
         return []
 
     def _send(self, changes: list[_Change], end: str, how: str, rejects: list[Reject]) -> list[str]:
-        """The positions left out; the server's refusals go to `rejects`, and then nothing was written."""
+        """Send changes and return the skipped positions. If the server refuses any, it writes nothing, and they are
+        added to `rejects`."""
         head = [self._token, self._at, end, self._options.mode, how, len(self._noted)]
         notes = [text for pair in sorted(self._noted) for text in pair]
         args = [text for *names, lacks, value in changes for text in (*names, len(lacks), *lacks, value)]
         with self._explained(self._name):
             state, *found = self._script(self._keys, [*head, *notes, *args])
         if state == "moved":
-            kind = SinkError if int(found[0]) > self._token else SinkUnavailable  # which looks at the target again
+            kind = SinkError if int(found[0]) > self._token else SinkUnavailable  # then `open` looks again
             raise kind(f"adapter {self._name}: another one has written to this target", "Stop one of the two")
         if state == "refused":
             rejects += [Reject(at, "wrong_type", f"its key has a {kind}") for at, kind in map(str.split, found)]
@@ -296,7 +298,7 @@ class RedisSink(Sink):
         return list(found)
 
     def _connect(self, context: SinkContext) -> Any:
-        """A client that never repeats a command by itself."""
+        """A client that never repeats a command on its own."""
         from redis import Redis
         from redis.backoff import NoBackoff
         from redis.retry import Retry
@@ -312,7 +314,7 @@ class RedisSink(Sink):
 
 
 def _join(separator: str, parts: Iterable[str | None]) -> str:
-    """Joins texts unambiguously."""
+    """Join texts unambiguously."""
     return separator.join(re.sub(f"[%:{separator}]", lambda one: f"%{ord(one[0]):02X}", part or "") for part in parts)
 
 
@@ -325,7 +327,7 @@ def _pattern(prefix: str) -> str:
 
 
 def _read_row(text: str) -> dict[str, str | None]:
-    """A value that is no row of ours has no columns: it differs from every row."""
+    """A value that is not a row of ours has no columns, so it differs from every row."""
     with suppress(ValueError):
         found = orjson.loads(text)
         if isinstance(found, dict):

@@ -1,5 +1,7 @@
-"""The rows that a log of events leaves of one table, in a temporary file: memory does not grow with them. For `read_back`:
-no sink writes with this."""
+"""The rows that a log of events leaves of one table, kept in a temporary file so that memory stays bounded.
+
+Used for `read_back`. No sink writes with this.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,15 @@ Row = dict[str, str | None]
 
 
 class RowStore(EventStore):
-    """The last row of each key; of a table without one, each row and how often it is there. A context manager."""
+    """The last row of each key; for a table without a key, each row and its count. A context manager."""
 
     def __init__(self, shape: TableShape, key: Sequence[str] = ()) -> None:
-        """`key`: another key than the table's."""
+        """`key`: a key other than the table's."""
         relation = shape.relation
         self._key, self._channel, self._name = key or shape.key, relation.channel, relation.name
         self._buffer: dict[str, tuple[bytes | None, int]] = {}
-        """Since the file was last written: the row and how many; of a table without a key, how many more or fewer."""
+        """Since the file was last written: the row and its count; for a table without a key, the change of the
+        count."""
 
     def __enter__(self) -> RowStore:
         self._folder = tempfile.TemporaryDirectory(prefix="pgcdc-rows-")
@@ -99,7 +102,7 @@ class RowStore(EventStore):
         self._buffer.clear()
 
     def rows(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        """What there is, as text columns. A row that was deleted more often than it came is not there."""
+        """The rows as text columns. Omits a row that was deleted more often than it was added."""
         self._flush()
         schema = pa.schema([(name, pa.string()) for name in columns])
         found = self._db.execute("SELECT row, n FROM r WHERE n > 0")

@@ -1,8 +1,8 @@
-"""What surrounds every sink: the ack, retry, circuit breaker, rate limit, timeout, dead letters and hooks.
+"""Everything around a sink: the ack, retry, circuit breaker, rate limit, timeout, dead letters and hooks.
 
-`errors.policy_of` decides on errors: what may pass is retried here; events that will never be taken are set aside durably as
-dead letters, then the others are delivered. A sink always has one writer: a write that times out is left alone, and no other
-starts before it ends. What it delivered is left out of the next try.
+`errors.policy_of` decides on errors: temporary errors are retried here; events that will never be accepted are recorded
+durably as dead letters, then the others are delivered. A sink always has a single writer: a write that times out is
+abandoned, and no other starts before it ends. What it delivered is left out of the next attempt.
 
 The ack is saved here, durably, after a write has returned. If the target keeps the position (`keeps_position`), the ack
 follows the target: `open` asks it at the start and after every failed write.
@@ -45,18 +45,18 @@ from pgcdc.sink.letters.delivery import SetAside
 from pgcdc.sink.letters.record import DeadLetters
 from pgcdc.sink.spec import DeliveryOptions
 
-PART_OF_TIMEOUT = 0.25  # A part's share of the write timeout, by the speed of the last one (`Sink.part_events`)
+PART_OF_TIMEOUT = 0.25  # A part's share of the write timeout, at the speed of the last part (`Sink.part_events`)
 MAX_PART = 50_000
-SAVE_INTERVAL_S = 0.2  # How often the ack follows deliveries in the middle of a write
+SAVE_INTERVAL_S = 0.2  # How often the ack is saved during a write
 
 
 def tell(adapter: str, text: str) -> None:
-    """One line for the person at the terminal, or for the log of the service."""
+    """Print one line on the terminal or in the service's log."""
     print(f"pgcdc: adapter {adapter}: {text}", file=sys.stderr, flush=True)
 
 
 class Runner:
-    """A sink with its safeguards. `stop` ends every wait at once, from any thread."""
+    """A sink with its safeguards. `stop` ends every wait immediately, from any thread."""
 
     def __init__(
         self,
@@ -71,7 +71,8 @@ class Runner:
         clock: Clock | None = None,
         uniform: Callable[[float, float], float] = random.uniform,
     ) -> None:
-        """`acks` is the folder of acks in a state directory. Without `dead_letters` a refused event ends the delivery."""
+        """`acks` is the folder of acks in a state directory. Without `dead_letters`, a refused event ends the
+        delivery."""
         self.sink = sink
         self.name = name
         self.options = options
@@ -84,16 +85,16 @@ class Runner:
         self._start: Position | None = None
         self._is_open = False  # The sink stands where the ack does
         self._delivered, self._redelivered = set[str](), set[str]()
-        """Positions that the target has behind the ack; and of the current redelivery."""
-        self._now: Batch | None = None  # What is being written; None: dead letters
-        self._is_untouched = False  # A target of rows that has nothing of this sink
+        """Positions after the ack that the target has; and those of the current redelivery."""
+        self._now: Batch | None = None  # The batch being written; None: dead letters
+        self._is_untouched = False  # The target keeps rows and has nothing of this sink
         self._saved_at = self.attempts.clock.now()
         self._part = sink.part_events
         self.progress.is_keyed = sink.form == "tables"
         audience = Audience(self._state.audience_file)
         self.holds = Holds(audience, self.progress, name, is_keyed=self.progress.is_keyed)
         self.chain: Callable[[], SimpleChain] = lambda: SimpleChain((), ())
-        """What the adapter's transforms do to columns: dead letters were rendered after them."""
+        """How the adapter's transforms change columns. Dead letters are already transformed."""
 
     @property
     def ack(self) -> Position:
@@ -109,8 +110,8 @@ class Runner:
         self.sink.check(self._context(self.progress.position or Position.end(0)))
 
     def open(self, start: Position) -> None:
-        """Open the sink at its ack; a new one begins at `start`. An unreachable target is opened at the first write, if
-        there is an ack to begin from."""
+        """Open the sink at its ack; a new one starts at `start`. If the target is unreachable and there is an ack to
+        start from, it is opened at the first write."""
         with self.attempts.taken():
             self._start, began = start, self.attempts.clock.now()
             error = self.attempts.run(self._open, self.options.timeout, "the opening of")
@@ -123,9 +124,9 @@ class Runner:
                 self._aside.begin(self.ack)
 
     def write(self, batch: Batch) -> None:
-        """Deliver a batch; what the ack covers is skipped."""
+        """Deliver a batch, skipping what the ack covers."""
         with self._delivering():
-            bad: Position | None = None  # an earlier event is refused, and nobody has named it
+            bad: Position | None = None  # an earlier event is refused, but not named
             while batch.end > self.ack:
                 batch = batch.after(self._reached)
                 part = self._cut(batch)
@@ -135,8 +136,10 @@ class Runner:
                 bad = self._write(part) or bad
 
     def deliver(self, end: Position, events: int, write: Callable[[], None], timeout_s: float | None = None) -> None:
-        """Like `write`, for other ways of writing: `write` makes everything up to `end` durable. Raises SinkRejected: only
-        `Runner.write` knows the events and can set some aside."""
+        """Like `write`, for other ways of writing: `write` makes everything up to `end` durable.
+
+        Raises SinkRejected, because only `Runner.write` knows the events and can set some aside.
+        """
 
         def work() -> None:
             self._reopen()
@@ -150,13 +153,13 @@ class Runner:
                 self.attempts.try_often(events, work, limit_s, is_done=lambda: self.ack >= end)
 
     def redeliver(self, batch: Batch) -> Collection[str]:
-        """Deliver dead letters again. Raises SinkRejected: these have their letters."""
+        """Redeliver dead letters. Raises SinkRejected: refused events already have their letters."""
         left_out: set[str] = set()
 
         def write(part: Batch) -> None:
             self._reopen()
             self._now = None
-            part = part.without(self._redelivered)  # what an earlier try delivered
+            part = part.without(self._redelivered)  # what an earlier attempt delivered
             if len(part) and self._is_untouched:
                 raise SinkError(
                     f"adapter {self.name} has written nothing to this target: which of these events are superseded is known "
@@ -185,17 +188,17 @@ class Runner:
         return left_out
 
     def hold(self, tables: Mapping[int, Hold], without: int = 0) -> None:
-        """Take these tables only from their reload, and no longer `without`. Durable when this returns. SinkTimeout: a write
+        """Accept these tables only from their reload, and release `without`. Durable on return. SinkTimeout: a write
         still runs."""
         with self.attempts.taken():
             self.holds.add(tables, without)
 
     def stop(self) -> None:
-        """End all waits: a running write may finish, nothing is retried. Undelivered batches raise."""
+        """End all waits. A running write may finish, nothing is retried, and undelivered batches raise."""
         self.attempts.stop()
 
     def close(self) -> None:
-        """Close the sink, unless a write still runs: nothing is lost if it is never closed."""
+        """Close the sink, unless a write still runs. Nothing is lost if it is never closed."""
         self.attempts.rest()
         if not self.attempts.is_calling:
             self.sink.close()
@@ -214,7 +217,7 @@ class Runner:
         return SinkContext(*known, stream, source, identity, self.chain, self._note)
 
     def _note(self, positions: Iterable[str]) -> None:
-        """The sink reports these as delivered, in the middle of a write."""
+        """Called by the sink during a write: these positions are delivered."""
         if self._now is None:
             self._redelivered.update(positions)
             return
@@ -223,8 +226,8 @@ class Runner:
             self._save_prefix(self._now)
 
     def _save_prefix(self, part: Batch) -> None:
-        """Move the ack as far as everything is delivered: less is repeated after a crash."""
-        self._saved_at = self.attempts.clock.now()  # first: a failed save is not repeated at once
+        """Move the ack as far as everything before it is delivered, so that a crash repeats less."""
+        self._saved_at = self.attempts.clock.now()  # first, so that a failed save is not repeated immediately
         positions = part.after(self._reached).positions().to_pylist() if self._delivered else ()
         done = list(takewhile(self._delivered.__contains__, positions))
         if done:
@@ -258,7 +261,7 @@ class Runner:
 
     @contextmanager
     def _using_sink(self) -> Iterator[None]:
-        """A target that keeps the position may be an older copy when it is back: `_open` judges where it stands."""
+        """After an outage, a target that keeps the position may be an older copy: `_open` checks where it stands."""
         try:
             yield
         except BaseException as error:
@@ -266,7 +269,7 @@ class Runner:
             raise
 
     def _acknowledge(self, end: Position, written: Position | None = None) -> None:
-        """Save the ack: what the sink made durable counts from then on."""
+        """Save the ack: everything up to it now counts as durable."""
         hit("sink.before_ack")
         before = self.progress.position
         if before is None or before < end:
@@ -280,7 +283,7 @@ class Runner:
         self._delivered = {one for one in self._delivered if one > up_to}
 
     def _write_part(self, part: Batch, is_empty: bool) -> None:
-        """In the thread that writes."""
+        """Runs in the writing thread."""
         self._reopen()
         if self.sink.keeps_position and (self._reached >= part.end or (is_empty and not self._has_shapes(part))):
             return self._acknowledge(part.end)
@@ -292,7 +295,7 @@ class Runner:
         except BaseException as error:
             self.progress.next_detail = None
             if isinstance(error, SinkError):
-                with contextlib.suppress(PgcdcError):  # the error that is on its way says more
+                with contextlib.suppress(PgcdcError):  # the error being raised says more
                     self._save_prefix(part)
             raise
         self._is_untouched = False
@@ -300,7 +303,7 @@ class Runner:
         self._acknowledge(part.end, part.end if self.sink.keeps_position else None)
 
     def _put(self, batch: Batch) -> Batch:
-        """Have the sink write a batch, without tables that it cannot follow; returns what was written."""
+        """Have the sink write a batch, without tables that it cannot follow. Returns what was written."""
         while True:
             try:
                 if self.progress.is_keyed and (misnamed := find_misnamed(batch, self._shapes)):
@@ -331,14 +334,14 @@ class Runner:
             raise SinkError(message, advice) from error
 
     def _has_shapes(self, part: Batch) -> bool:
-        """Whether a table has another shape somewhere in it, which a keyed sink follows even without a row."""
+        """Whether a table's shape changes in this part. A keyed sink follows such a change even without a row."""
         if not self.progress.is_keyed:
             return False
         self._shapes.refresh()
         return bool(self._shapes.between(part.start, part.end))
 
     def _as_taken(self, batch: Batch) -> Batch:
-        """A batch in the sink's form: dead letters come as lines."""
+        """A batch in the sink's form. Dead letters arrive as lines."""
         if self.sink.form != "tables" or batch.form == "tables":
             return batch
         self._shapes.refresh()
@@ -356,8 +359,10 @@ class Runner:
                 raise
 
     def _write(self, whole: Batch) -> Position | None:
-        """Deliver a batch; refused events go to the dead letters first. Returns the end of a batch with a refused event that
-        nobody has named: bisection finds it."""
+        """Deliver a batch; refused events go to the dead letters first.
+
+        Returns the end of a batch with a refused event that is not named: bisection finds it.
+        """
         whole = self.holds.take(whole)
         part, out = whole, set[str]()
         while True:
@@ -386,10 +391,10 @@ class Runner:
         return None
 
     def _cut(self, batch: Batch) -> Batch:
-        """As much of a batch as the sink can do in time and the rate limit allows at once, if the sink takes parts."""
+        """The part of a batch that the sink can write in time and the rate limit allows, if the sink takes parts."""
         if self.sink.whole_batches:
             return batch
-        if (end := self.holds.first_end(batch)) is not None:  # from there on its table is followed again
+        if (end := self.holds.first_end(batch)) is not None:  # from there on the sink follows its table again
             return batch.up_to(end)
         batch = batch.first(self._part) if self._part else batch
         if self.attempts.bucket is None or len(batch) <= self.attempts.bucket.burst:
@@ -397,7 +402,7 @@ class Runner:
         return batch.first(self.attempts.bucket.burst)
 
     def _learn(self, events: int, seconds: float) -> None:
-        """Sets the size of the next part."""
+        """Set the size of the next part."""
         if self._part and events:
             rate = events / max(seconds, 1e-3)
             wanted = int(rate * self.options.timeout * PART_OF_TIMEOUT)
@@ -405,7 +410,7 @@ class Runner:
 
 
 def _named(refusal: Refusal, part: Batch) -> SinkRejected:
-    """The refusal of a batch with one position, with its name."""
+    """The refusal of a batch with a single position, with that position named."""
     error = refusal.error
     assert error is not None
     if error.rejects:

@@ -1,6 +1,9 @@
-"""One adapter's configuration from flags, YAML or Python; how to show it; and the registry of types. Adapter types are entry
-points of the group `pgcdc.sinks`, ours and other packages'. An entry point names a type's options (`SinkOptions`), which
-make its sink. Each is loaded on demand; one that breaks the contract is then refused by name."""
+"""One adapter's configuration from flags, YAML or Python; how to display it; and the registry of types.
+
+Adapter types are entry points of the group `pgcdc.sinks`, ours and those of other packages. An entry point names a
+type's options (`SinkOptions`), which create its sink. Types are loaded on demand. A type that breaks the contract is
+refused with its name.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ if TYPE_CHECKING:
 
 GROUP = "pgcdc.sinks"
 LONG_SEGMENT = re.compile(r"[^/]{16,}")
-"""Of a path: a word that nobody can guess. Many services have a webhook's secret only there."""
+"""A part of a path that nobody can guess. Many services put a webhook's secret only there."""
 Priority = Literal["critical", "normal", "best-effort"]
 
 
@@ -61,62 +64,63 @@ class DeliveryOptions(Options):
 
 @dataclass(frozen=True, slots=True)
 class SourceView:
-    """What an adapter may know of the source before anything is created."""
+    """What an adapter may know about the source before anything is created."""
 
-    url: str  # Of its database; empty if it has none. It may hold a secret
+    url: str  # Its database's URL, which may hold a secret; empty if there is none
     tables: Callable[[], Collection[tuple[str, str]]]
     """Schema and name of each table that a start would capture. PgcdcError: unknown."""
     relations: Callable[[], Collection[Relation]] = tuple
-    """Those whose changes this adapter would get, after its transforms."""
+    """The relations whose changes this adapter would get, after its transforms."""
 
 
 class SinkOptions(Options):
-    """The options of one type of adapter, which an entry point of the group `pgcdc.sinks` names.
+    """The options of one type of adapter, named by an entry point of the group `pgcdc.sinks`.
 
-    Flags, variables, keys of the YAML file, the JSON schema and the reference are made from its fields.
+    Flags, variables, keys of the YAML file, the JSON schema and the reference are generated from its fields.
     """
 
     is_by_table: ClassVar[bool] = False
-    """Its target has a place for each table: adapters with different routes may share it."""
+    """Its target stores each table separately, so adapters with different routes may share it."""
 
     def make(self) -> Sink:
-        """The sink. What it needs is imported here."""
+        """Create the sink. Imports its dependencies here."""
         raise NotImplementedError
 
     def form(self) -> Form:
-        """Which form of events its sink reads."""
+        """The form of events that its sink reads."""
         return self.make().form
 
     def target(self) -> str:
-        """What no other adapter of a pipeline may write to, for people; empty: it does not matter."""
+        """What no other adapter of a pipeline may write to, for people; empty if it does not matter."""
         return ""
 
     def place(self) -> str:
-        """Where it delivers to, to the letter. It may be a secret."""
+        """Where it delivers to, exactly. May contain a secret."""
         return self.target()
 
     def secrets(self) -> Collection[str]:
-        """Texts that must be seen nowhere. Those in files are read."""
+        """Texts that must never be displayed. Reads those that are in files."""
         return ()
 
     def check(self) -> None:
-        """Raise ConfigError for options that cannot work, without asking the target."""
+        """Raise ConfigError for options that cannot work, without contacting the target."""
         return None
 
     def check_delivery(self, delivery: DeliveryOptions) -> None:
-        """Raise ConfigError for options that do not go with how it is called."""
+        """Raise ConfigError for options that do not fit these delivery settings."""
         return None
 
     def check_source(self, adapter: str, source: SourceView) -> None:
-        """Raise ConfigError if it must not get the events of this source. Both are asked, and nothing is left behind."""
+        """Raise ConfigError if it must not receive the events of this source. Asks both source and target, and leaves
+        nothing behind."""
         return None
 
 
 class UrlOptions(SinkOptions):
-    """Options of a target that is found by a URL, which may hold a password, and stand in a file."""
+    """Options of a target with a URL, which may hold a password and may be read from a file."""
 
     package: ClassVar[str] = ""
-    """Of its client: what is imported, and which extra of pgcdc it is, unless `extra` says so."""
+    """The client package to import. It is also the name of the pgcdc extra, unless `extra` is set."""
     extra: ClassVar[str] = ""
     schemes: ClassVar[tuple[str, ...]] = ()
     url: str = setting("", "where the target is", secret=True)
@@ -129,11 +133,11 @@ class UrlOptions(SinkOptions):
         return self
 
     def read_url(self) -> str:
-        """The URL, from where it is said to be. ConfigError: the file cannot be read, or has none."""
+        """The URL, from the option or its file. ConfigError: the file cannot be read or is empty."""
         url = read_secret(Path(self.url_file), "the URL").strip() if self.url_file else self.url
         with contextlib.suppress(ValueError):
             parts = urlsplit(url)
-            if parts.scheme in self.schemes and parts.port != 0:  # a port that is no number raises
+            if parts.scheme in self.schemes and parts.port != 0:  # raises if the port is not a number
                 return url
         raise ConfigError(
             f"this is no URL of {self.package}", f"Write {' or '.join(f'{one}://...' for one in self.schemes)}"
@@ -157,7 +161,7 @@ class UrlOptions(SinkOptions):
 
 @dataclass(frozen=True)
 class AdapterSpec:
-    """One adapter of a pipeline. `transforms` are its own ones, behind the global ones; empty `routes` mean everything."""
+    """One adapter of a pipeline. Its `transforms` are applied after the global ones; empty `routes` mean everything."""
 
     name: str
     type: str
@@ -180,7 +184,7 @@ class AdapterSpec:
 
 
 def with_source_db(spec: Any, db: str) -> Any:
-    """The same cascade for an adapter made in Python; anything else is unchanged."""
+    """Apply the same cascade to an adapter made in Python; anything else is unchanged."""
     if not isinstance(spec, AdapterSpec):
         return spec
     fields = type(spec.options).model_fields
@@ -194,11 +198,11 @@ def with_source_db(spec: Any, db: str) -> Any:
     return replace(spec, options=spec.options.model_copy(update=missing)) if missing else spec
 
 
-# --- shown without secrets
+# --- display without secrets
 
 
 def redact_url(url: str) -> str:
-    """A URL as it may be shown: without user, query and long path segments, which may be secret."""
+    """A URL that is safe to show: without user, query and long path segments, which may be secret."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname or "", f":{parts.port}" if parts.port else ""
@@ -237,7 +241,7 @@ def hide_value(value: Any) -> Any:
 
 
 def _hide_between(text: str) -> str:
-    """A text with variables; of a URL's query and long words only those are shown."""
+    """A text with variables. In a URL's query and in long words only the variables are shown."""
     if not literal_part(text).startswith(("http://", "https://", "/", "?")):
         return text
     before, mark, query = text.partition("?")
@@ -245,11 +249,11 @@ def _hide_between(text: str) -> str:
     return path + (mark and ("?***" if literal_part(query) else f"?{query}"))
 
 
-# --- which types there are
+# --- the registry of types
 
 
 class Adapters(Mapping[str, type[SinkOptions]]):
-    """The options of each type, by its name. ConfigError: what is registered under a name cannot be used."""
+    """The options of each type, by its name. ConfigError: the type registered under a name cannot be used."""
 
     def __init__(self) -> None:
         self._loaded: dict[str, type[SinkOptions]] = {}
@@ -271,7 +275,7 @@ class Adapters(Mapping[str, type[SinkOptions]]):
         return len(self._points)
 
     def usable(self) -> dict[str, type[SinkOptions]]:
-        """Without unusable ones: asking for one by name says why."""
+        """The types without unusable ones: requesting one of those by name says why."""
         found = {}
         for name in self:
             with contextlib.suppress(ConfigError):
@@ -279,7 +283,7 @@ class Adapters(Mapping[str, type[SinkOptions]]):
         return found
 
     def find(self, name: str) -> type[SinkOptions]:
-        """Like `[]`. ConfigError lists the types, and the nearest name."""
+        """Like `[]`. ConfigError lists the types and the closest name."""
         if name in self._points:
             return self[name]
         raise ConfigError(f"there is no adapter {name!r}", suggest(name, self))
@@ -308,7 +312,7 @@ def _load(point: EntryPoint) -> type[SinkOptions]:
     title = f"the adapter {point.name}{whose} ({point.value})"
     try:
         found: Any = point.load()
-    except Exception as error:  # of somebody else's module: anything
+    except Exception as error:  # another package's module may raise anything
         raise ConfigError(
             f"{title} cannot be loaded: {type(error).__name__}: {error}", "Install another version of it, or remove it"
         ) from error
@@ -333,11 +337,12 @@ def make_sink(spec: AdapterSpec) -> Sink:
 
 
 def keep_secrets(urls: Iterable[str | None], specs: Sequence[AdapterSpec], transforms: Iterable[Any] = ()) -> None:
-    """Remember the passwords of database URLs, and the secrets of adapters and transforms, read from files if needed."""
+    """Remember the passwords of database URLs, and the secrets of adapters and transforms, read from files if
+    needed."""
     for url in urls:
         remember_secrets(url_passwords(url))
     for spec in specs:
-        with contextlib.suppress(PgcdcError):  # which is told elsewhere
+        with contextlib.suppress(PgcdcError):  # reported elsewhere
             remember_secrets(spec.options.secrets())
     for one in (*transforms, *(one for spec in specs for one in spec.transforms)):
         name = getattr(one, "key_env", None)
@@ -346,7 +351,7 @@ def keep_secrets(urls: Iterable[str | None], specs: Sequence[AdapterSpec], trans
 
 
 def check_options(spec: AdapterSpec) -> None:
-    """Raise ConfigError for an invalid adapter, without asking its target."""
+    """Raise ConfigError for an invalid adapter, without contacting its target."""
     spec.options.check()
     spec.options.check_delivery(spec.delivery)
 

@@ -1,9 +1,9 @@
 """Events on standard output: JSON lines, or table changes for people, coloured on a terminal.
 
-Control characters are escaped: a value may hold what a terminal would take for a command.
+Control characters are escaped, because a terminal could treat them as commands.
 
-A pipe cannot be undone: after a crash the last batch may come twice, with its ids. Within a process nothing does: what was
-written is remembered, to the byte, until the batch is acknowledged.
+Output to a pipe cannot be undone: after a crash the last batch may be repeated, with the same ids. Within a process
+nothing is repeated: it remembers what was written, to the byte, until the batch is acknowledged.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pgcdc.sink.contract import Sink, SinkContext
 from pgcdc.sink.spec import SinkOptions
 
 Format = Literal["auto", "json", "pretty"]
-_MAY_PASS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOBUFS)  # Of standard output that goes to a file
+_MAY_PASS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOBUFS)  # If standard output goes to a file
 MAX_VALUE = 200  # Characters of one value that are shown
 
 _STYLES = {
@@ -74,10 +74,10 @@ class StdoutSink(Sink):
         self._descriptor = descriptor
         self._is_terminal = os.isatty(descriptor)
         self.is_pretty = format == "pretty" or (format == "auto" and self._is_terminal)
-        """Table changes are written for people. Lines stay lines: typed rows, and dead letters."""
+        """Whether to write table changes for people. Typed rows and dead letters always stay lines."""
         self._out: Position | None = None  # All events up to this position are written, acknowledged or not
         self._owed = memoryview(b"")  # The rest of a partly written position: it comes first
-        self._begun = set[str]()  # Positions that are written: they are not repeated
+        self._begun = set[str]()  # Positions that are written and must not be repeated
 
     def check(self, context: SinkContext) -> None:
         try:
@@ -99,7 +99,7 @@ class StdoutSink(Sink):
         return ()
 
     def _send(self, batch: Batch) -> None:
-        """Write events. After an error it is known what was written, to the byte."""
+        """Write events. Even after an error it is known what was written, to the byte."""
         given, batch = batch, batch.without(self._begun)
         texts, sent = self._texts(batch), 0
         try:
@@ -134,17 +134,17 @@ class StdoutSink(Sink):
         while True:
             try:
                 return os.write(self._descriptor, data)
-            except BlockingIOError:  # another user of the pipe or terminal may have made it so
+            except BlockingIOError:  # another user of the pipe or terminal may have set O_NONBLOCK
                 select.select([], [self._descriptor], [])
 
     def _remember(self, names: list[str], texts: pa.ChunkedArray, sent: int) -> None:
-        """Which events these bytes cover, and what is left of the last, partial position."""
+        """Record which events these bytes cover, and what is left of the last, partial position."""
         ends = np.cumsum(pc.binary_length(texts).to_numpy().astype(np.int64))
         count = int(np.searchsorted(ends, sent, side="right"))  # whole events
         first, last = (
             bisect_left(names, names[count]),
             bisect_right(names, names[count]),
-        )  # several can have one position
+        )  # several events can share a position
         self._delivered(names[:first])
         begun = sent - int(ends[first - 1]) if first else sent
         if begun:
@@ -157,7 +157,7 @@ class StdoutSink(Sink):
 
 
 class Pretty:
-    """Writes changes of tables as text. Colours are used on a terminal that has them, unless NO_COLOR is set."""
+    """Writes changes of tables as text. Uses colours on a terminal that supports them, unless NO_COLOR is set."""
 
     def __init__(self, *, is_terminal: bool) -> None:
         self._codes = _find_codes(is_terminal)
@@ -221,7 +221,7 @@ def _escape(text: str) -> str:
 
 
 def _find_codes(is_terminal: bool) -> dict[str, tuple[str, str]] | None:
-    """What to write before and after a text, by style. Made once: rich itself is too slow for every event."""
+    """What to write before and after a text, by style. Computed once: rich itself is too slow for every event."""
     from rich.color import ColorSystem
     from rich.console import Console
     from rich.style import Style

@@ -1,4 +1,4 @@
-"""Events as HTTP requests. A receiver cannot undo: after a crash the last events are repeated, with their ids."""
+"""Events as HTTP requests. A receiver cannot undo, so after a crash the last events are repeated with the same ids."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from pgcdc.sink.http import (
 )
 from pgcdc.sink.spec import DeliveryOptions, UrlOptions, redact_url
 
-LEAST_OF_URL = 8  # Of a secret in a URL: a query also has plain words, `?v=2`
+LEAST_OF_URL = 8  # Shorter parts of a URL are probably plain words, as in `?v=2`
 try:
     _AGENT = f"pgcdc/{version('pgcdc')}"
-except PackageNotFoundError:  # used from its source
+except PackageNotFoundError:  # run from source
     _AGENT = "pgcdc/0"
 _PLAIN = "".join(one for one in string.printable[:94] if one != "%")
 
@@ -102,7 +102,7 @@ class WebhookOptions(ClientOptions, UrlOptions):
         return _read(self.signing_key_file, "the key of the signature") if self.signing_key_file else self.signing_key
 
     def read_headers(self) -> dict[str, str]:
-        """All headers of the user; the file's win."""
+        """All headers of the user. Those from the file take precedence."""
         if not self.headers_file:
             return dict(self.headers)
         path = Path(self.headers_file)
@@ -144,7 +144,7 @@ class WebhookSink(GroupSink):
         parts, title = urlsplit(self._url), f"adapter {context.name}"
         self._options.make_tls(self._url)
         if self._options.proxy(self._url):
-            return  # it is the proxy that resolves names
+            return  # the proxy resolves names
         try:
             found = socket.getaddrinfo(parts.hostname, parts.port or parts.scheme, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError):
@@ -204,5 +204,5 @@ class WebhookSink(GroupSink):
 
 
 def _header(text: str) -> str:
-    """A header-safe text: everything else is percent-encoded, and % itself."""
+    """A header-safe text: percent-encodes everything else, and % itself."""
     return text if text.isascii() and text.isprintable() and "%" not in text else quote(text, safe=_PLAIN)

@@ -1,6 +1,7 @@
-"""Transforms of events: functions on DataFrames, and the same in chains for the sinks of a pipeline (`transform.specs`).
+"""Transforms of events: functions on DataFrames, also used in chains for the sinks of a pipeline (`transform.specs`).
 
 from pgcdc import transform
+
 events.transform(transform.drop_columns("password")).transform(transform.mask("email", mode="hash", key_env="MASK_KEY"))
 """
 
@@ -38,12 +39,12 @@ __all__ = [
     "sql",
 ]
 
-KEY = "_key"  # The column that is added with what Debezium makes the key of its message
+KEY = "_key"  # An added column with the key that Debezium gives its message
 
 
 def check_specs(spark: SparkSession | None, specs: Sequence[Any]) -> None:
-    """Raise ConfigError for the first spec that cannot work: with Spark also for wrong SQL, else what can be known without.
-    Nothing is read and no job runs."""
+    """Raise ConfigError for the first spec that cannot work. Checks SQL only with Spark. Reads no data and runs no
+    job."""
     for number, spec in enumerate(specs, 1):
         try:
             made = from_spec(spec)
@@ -56,19 +57,19 @@ def check_specs(spark: SparkSession | None, specs: Sequence[Any]) -> None:
 
 
 def check_chains(spark: SparkSession | None, chains: Sequence[Chain]) -> None:
-    """Raise ConfigError for chains that cannot work; for wrong SQL only with Spark. Nothing is read and no job runs."""
+    """Raise ConfigError for chains that cannot work. Checks SQL only with Spark. Reads no data and runs no job."""
     for chain in chains:
         chain.made()
         check_specs(spark, chain.transforms)
 
 
 def drop_columns(*columns: str) -> Transform:
-    """Leave columns out of `row` and `old`, and out of `unchanged_toast_columns`."""
+    """Remove columns from `row`, `old` and `unchanged_toast_columns`."""
     return from_spec({"type": "drop_columns", "columns": columns})
 
 
 def rename_fields(fields: Mapping[str, str] | None = None, /, **more: str) -> Transform:
-    """Give columns of `row` and `old` other names: `rename_fields(id="order_id")` or `rename_fields({"id": "order_id"})`."""
+    """Rename columns of `row` and `old`: `rename_fields(id="order_id")` or `rename_fields({"id": "order_id"})`."""
     return from_spec({"type": "rename_fields", "fields": {**(fields or {}), **more}})
 
 
@@ -79,7 +80,8 @@ def mask(
     key_env: str | None = None,
     key_file: str | None = None,
 ) -> Transform:
-    """Hide values of `row` and `old`: `redact`, `zero`, or `hash` (HMAC-SHA256) with a key, which no plan of Spark shows."""
+    """Hide values of `row` and `old`: `redact`, `zero`, or `hash` (HMAC-SHA256) with a key, which no plan of Spark
+    shows."""
     spec = {"type": "mask", "columns": columns, "mode": mode, "key_env": key_env, "key_file": key_file}
     if key is None:
         return from_spec(spec)
@@ -93,7 +95,7 @@ def mask(
 
 
 def filter(*, operations: tuple[str, ...] | list[str] = (), where: str | None = None) -> Transform:
-    """Keep only these operations, and of changes of rows only those for which the Spark SQL condition is true."""
+    """Keep only these operations, and only row changes for which the Spark SQL condition is true."""
     return from_spec({"type": "filter", "operations": operations, "where": where})
 
 
@@ -103,7 +105,7 @@ def sql(values: Mapping[str, str] | None = None, /, **more: str) -> Transform:
 
 
 def python(function: str | EventFunction) -> Transform:
-    """Call a function with each event (a dict); it returns the event, changed or not, or None to leave it out."""
+    """Call a function with each event (a dict). It returns the event, changed or not, or None to drop it."""
     if isinstance(function, str):
         return from_spec({"type": "python", "function": function})
     name = f"{function.__module__}:{function.__name__}".replace("<lambda>", "function")
@@ -130,7 +132,7 @@ def event_json(events: DataFrame, *, transaction: bool = False) -> DataFrame:
 
 
 def debezium_key(events: DataFrame) -> DataFrame:
-    """The events with what Debezium makes the key of the message in the column `_key`; NULL for tables without a key."""
+    """The events with Debezium's message key in the column `_key`; NULL for tables without a key."""
     from pgcdc.transform.steps import need_columns, with_text
 
     need_columns(events, "shape")

@@ -1,4 +1,4 @@
-"""Users' SQL before anything runs: whether it is valid, and what it reads of an event."""
+"""Checks users' SQL before anything runs: whether it is valid, and what it reads of an event."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SIDES = ("row", "old")
 
 
 def check_sql(spark: SparkSession, what: str, transform: Transform) -> None:
-    """Raise ConfigError for invalid SQL of a transform. Nothing is read and no job runs."""
+    """Raise ConfigError for invalid SQL of a transform. Reads no data and runs no job."""
     from pyspark.errors import PySparkException
     from pyspark.sql import functions as F
     from pyspark.sql.types import ArrayType, BooleanType, MapType, NullType, StructType
@@ -82,7 +82,7 @@ def find_read(expressions: Sequence[str]) -> tuple[set[str], list[str] | None]:
 
 
 def _items(sequence: Any) -> list[Any]:
-    """Of a sequence of Scala's."""
+    """The items of a Scala sequence."""
     return [sequence.apply(number) for number in range(sequence.size())]
 
 
@@ -91,5 +91,5 @@ def _kind(expression: Any) -> str:
 
 
 def _name(expression: Any) -> str:
-    """Of a column; "": it is none."""
+    """The name of a column; "" if it is something else."""
     return expression.name().lower() if _kind(expression) == "AttributeReference" else ""

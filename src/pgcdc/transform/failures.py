@@ -1,4 +1,4 @@
-"""Which transform failed in a Spark job, and for which event."""
+"""Finds the transform and the event that made a Spark job fail."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def explain_failure(batch: DataFrame, error: Exception, chains: Sequence[Chain]) -> Exception:
-    """The transform that failed in a job over a batch, if one did; else the same error."""
+    """The error of the transform that failed in a job over a batch; if none did, the same error."""
     text = str(error)
     ours = re.search(r"pgcdc\.core\.errors\.(\w+): ([^\n]*)", text)
     if ours is not None:
@@ -39,7 +39,7 @@ def _reason(text: str) -> str:
 
 
 def _find_failing(projected: DataFrame) -> str | None:
-    """The position of the first failing event, by bisection: Spark's errors do not say."""
+    """The position of the first failing event, found by bisection: Spark's errors do not name it."""
     from pyspark.errors import PySparkException
     from pyspark.sql import functions as F
 

@@ -1,9 +1,9 @@
-"""What a lane asks of Spark for its sinks: every batch is read and collected once, whatever its sinks want of it.
+"""What a lane reads from Spark for its sinks: every batch is read and collected once, however many sinks there are.
 
-`compile_chains` chooses the cheapest way. If all transforms are simple, the source does them and events travel in blocks
-(`BlockProgram`). For conditions in SQL they still do, and Spark gets beside them what the conditions read (`AskProgram`).
-Else Spark gets the events' columns for what only Spark can do (`ColumnProgram`): the source does the steps before that, and
-this module those behind it, with the same code.
+`compile_chains` chooses the cheapest way. If all transforms are simple, the source applies them and events travel in
+blocks (`BlockProgram`). With SQL conditions this still works, and Spark also gets the columns that the conditions read
+(`AskProgram`). Otherwise Spark gets the events' columns for the steps that only Spark can do (`ColumnProgram`): the
+source applies the steps before them, and this module the steps after them, with the same code.
 """
 
 from __future__ import annotations
@@ -47,9 +47,12 @@ def _to_arrow(batch: DataFrame) -> pa.Table:
 
 
 def compile_chains(chains: Sequence[Chain], *, transaction: bool = False, keyed: bool = False) -> Program:
-    """The cheapest way to all these chains. `transaction`: events name their transaction (`--tx-metadata`). `keyed`: also
-    read which events must stay in order, for executors that write (`stream.parallel`). Raises ConfigError for an invalid
-    transform; `check_chains` also checks its SQL."""
+    """The cheapest program for all these chains.
+
+    `transaction`: events name their transaction (`--tx-metadata`). `keyed`: also read which events must stay in order,
+    for executors that write (`stream.parallel`). Raises ConfigError for an invalid transform; `check_chains` also
+    checks its SQL.
+    """
     made = [chain.made() for chain in chains]
     distinct: list[Chain] = []
     for one in made:
@@ -62,11 +65,11 @@ def compile_chains(chains: Sequence[Chain], *, transaction: bool = False, keyed:
 
 @dataclass(frozen=True)
 class Program:
-    """Chains, some differing only in form, prepared for one lane."""
+    """Chains prepared for one lane. Some may differ only in form."""
 
-    chains: tuple[Chain, ...] = (Chain(),)  # One for each sink that asked
+    chains: tuple[Chain, ...] = (Chain(),)  # One per sink that asked
     distinct: tuple[Chain, ...] = ()
-    of_chain: tuple[int, ...] = ()  # Which of the distinct ones each chain is
+    of_chain: tuple[int, ...] = ()  # The index of each chain's distinct chain
     transaction: bool = False
     keyed: bool = False
 
@@ -74,7 +77,7 @@ class Program:
         return sorted({one.form for one, its in zip(self.chains, self.of_chain, strict=True) if its == number})
 
     def source_options(self) -> dict[str, str]:
-        """The query's options of the Spark source (never a secret: Spark's plans show them)."""
+        """The query's options for the Spark source. Never contains a secret, because Spark's plans show options."""
         return {}
 
     def source_schema(self) -> str:
@@ -82,11 +85,12 @@ class Program:
         return ""
 
     def settings(self) -> dict[str, str]:
-        """Spark settings at the query's start, which it keeps."""
+        """Spark settings for the start of the query, which keeps them."""
         return {_RECORDS: "10000"}
 
     def project(self, events: DataFrame) -> DataFrame:
-        """The source's output as it is collected. For the streaming DataFrame, where it is planned once."""
+        """Turn the source's output into what is collected. Applied to the streaming DataFrame, where it is planned
+        once."""
         return events
 
     def line_column(self, chain: Chain) -> str:
@@ -94,12 +98,14 @@ class Program:
         return form_column(self.of_chain[self.chains.index(chain)])
 
     def keyed_blocks(self, batch: DataFrame, column: str) -> DataFrame:
-        """A batch behind `project` as KEYED_BLOCKS with this column of lines, made by the executors."""
+        """A batch after `project` as KEYED_BLOCKS with this column of lines, made by the executors."""
         return batch
 
     def collect(self, batch: DataFrame, start: Position, end: Position, to_arrow: ToArrow | None = None) -> list[Batch]:
-        """Each chain's events of (start, end] in its form, from a DataFrame behind `project`. Runs one Spark job, or what
-        `to_arrow` does instead. TransformError: a transform fails for an event."""
+        """Each chain's events of (start, end] in its form, from a DataFrame after `project`.
+
+        Runs one Spark job, or `to_arrow` instead. TransformError: a transform fails for an event.
+        """
         from pyspark.errors import PySparkException
 
         try:
@@ -115,7 +121,7 @@ class Program:
         raise NotImplementedError
 
     def explain(self, batch: DataFrame, error: Exception) -> Exception:
-        """The transform that failed in a job over a batch behind `project`, if one did; else the same error."""
+        """The error of the transform that failed in a job over a batch after `project`; if none did, the same error."""
         return error
 
 
@@ -142,7 +148,7 @@ class BlockProgram(Program):
         return super().line_column(chain) if self._pushed else "line"
 
     def settings(self) -> dict[str, str]:
-        # One block at a time through the JVM. There is nothing to compute there: code for it is compiled in vain.
+        # One block at a time through the JVM. Nothing is computed there, so generating code for it would be a waste.
         return {_RECORDS: "1", "spark.sql.codegen.wholeStage": "false"}
 
     def _split(self, collected: pa.Table, start: Position, end: Position) -> list[Batch]:
@@ -158,12 +164,16 @@ def _simple_steps(transforms: Iterable[Transform]) -> tuple[dict[str, Any], ...]
 
 
 class AskProgram(BlockProgram):
-    """The source does everything but conditions in SQL. Behind each block Spark gets a row for each of its events, with what
-    the conditions read and nothing else, and says whether the event is kept."""
+    """The source does everything except conditions in SQL.
+
+    After each block, Spark gets a row for each of its events that contains only what the conditions read, and decides
+    whether the event is kept.
+    """
 
     @cached_property
     def _asks(self) -> list[tuple[int, Transform, SimpleChain]]:
-        """Each condition with its distinct chain, and what it reads: of the event as the steps before leave it."""
+        """Each condition with its distinct chain and the columns it reads, of the event as the previous steps leave
+        it."""
         from pgcdc.transform.expressions import find_read
 
         found = []
@@ -171,7 +181,11 @@ class AskProgram(BlockProgram):
             for place, one in enumerate(chain.transforms):
                 if not one.is_simple:
                     columns, values = find_read(one.sql)
-                    columns |= {"table", "row", *(["operation"] if one.step["operations"] else [])}  # for `filtered`
+                    columns |= {
+                        "table",
+                        "row",
+                        *(["operation"] if one.step["operations"] else []),
+                    }  # `filtered` reads them
                     steps = _simple_steps(step for step in chain.transforms[:place] if not step.is_envelope)
                     if values is not None:
                         steps = (*steps, {"type": "keep_columns", "columns": values})
@@ -181,7 +195,7 @@ class AskProgram(BlockProgram):
 
     @cached_property
     def _asking(self) -> list[SimpleChain]:
-        """The same without repetitions: adapters may share conditions."""
+        """The same without duplicates: adapters may share conditions."""
         asking = [one for _, _, one in self._asks]
         return [one for place, one in enumerate(asking) if one not in asking[:place]]
 
@@ -192,7 +206,7 @@ class AskProgram(BlockProgram):
         return {"_chains": dump_chains([*self._pushed, *self._asking])}
 
     def source_schema(self) -> str:
-        columns = ["lsn BIGINT", "ordinal BIGINT"]  # for the position of one that fails
+        columns = ["lsn BIGINT", "ordinal BIGINT"]  # for the position of a failing event
         for asking in self._asking:
             fields = ",".join(f"`{name}`:{EVENT_COLUMNS[name]}" for name in asking.asked)
             columns.append(f"`{self._column(asking)}` struct<{fields}>")
@@ -215,7 +229,7 @@ class AskProgram(BlockProgram):
         return frame.drop(*map(self._column, self._asking))
 
     def _open(self, collected: pa.Table) -> tuple[pa.Table, list[dict[bytes, bytes]], dict[int, pa.ChunkedArray]]:
-        """The events of blocks, what is beside them, and which of them each distinct chain keeps."""
+        """The events of blocks, the data next to them, and which of the events each distinct chain keeps."""
         is_block = collected.column(0).is_valid()
         blocks = collected.select([0, 1]).filter(is_block)
         kept = {number: collected.column(f"_kept_{number}").filter(pc.invert(is_block)) for number, _, _ in self._asks}
@@ -345,7 +359,7 @@ _FIXED = {*EVENT_COLUMNS, "table_ordinal", "key_hash", "is_barrier"} - set(CHANG
 
 
 class TypedProgram(Program):
-    """Rows of one table with their own columns, as lines. One chain: transforms are for events."""
+    """Rows of one table with their own columns, as lines. Has a single chain: transforms are for events."""
 
     def project(self, events: DataFrame) -> DataFrame:
         from pyspark.sql import functions as F
@@ -361,7 +375,8 @@ class TypedProgram(Program):
 
 
 def typed_position() -> Column:
-    """The position of a typed row as text, as `str(Position)` writes it: `_ordinal` has the kind, too (`Position.place`)."""
+    """The position of a typed row as text, as `str(Position)` writes it. `_ordinal` also contains the kind
+    (`Position.place`)."""
     from pyspark.sql import functions as F
 
     return F.concat(F.lpad(F.hex("_lsn"), 16, "0"), F.lit("/"), F.lpad(F.hex("_ordinal"), 13, "0"))

@@ -1,6 +1,9 @@
-"""Transforms as configuration: one frozen model for each `type` under `transforms:` in the YAML file. A model says what is
-wanted, and takes and gives a DataFrame of events when it is called. `event.edits` and `event.envelopes` do what is simple,
-`transform.steps` what needs Spark, and `transform.program` chooses for the sinks of a pipeline."""
+"""Transforms as configuration: one frozen model for each `type` under `transforms:` in the YAML file.
+
+A model describes one transform; calling it with a DataFrame of events returns the transformed DataFrame. `event.edits`
+and `event.envelopes` implement simple steps, `transform.steps` those that need Spark, and `transform.program` chooses
+between them for the sinks of a pipeline.
+"""
 
 from __future__ import annotations
 
@@ -31,15 +34,15 @@ if TYPE_CHECKING:
 
 
 class Transform(BaseModel):
-    """One step: called with a DataFrame of events it returns another one with the same columns."""
+    """One step. Called with a DataFrame of events, it returns another one with the same columns."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     type: str
-    is_envelope: ClassVar[bool] = False  # Whether it gives the whole event another form
+    is_envelope: ClassVar[bool] = False  # Whether it changes the form of the whole event
 
     @property
     def is_simple(self) -> bool:
-        """Whether the source can do it on whole columns, before rendering (`event.edits`)."""
+        """Whether the source can apply it to whole columns, before rendering (`event.edits`)."""
         return not self.sql
 
     @property
@@ -48,7 +51,7 @@ class Transform(BaseModel):
 
     @property
     def taken(self) -> dict[str, str]:
-        """The columns that no event has after it, with their new names; empty: dropped."""
+        """The columns that no event has after this step, with their new names; empty: dropped."""
         return {}
 
     @property
@@ -58,21 +61,22 @@ class Transform(BaseModel):
 
     @property
     def added(self) -> tuple[str, ...]:
-        """The columns that events may have after it, whatever they had before."""
+        """The columns that events may have after this step, whatever they had before."""
         return tuple(name for name in self.taken.values() if name)
 
     @property
     def step(self) -> dict[str, Any]:
-        """The step for `event.edits`, as JSON: never with a key."""
+        """The step for `event.edits`, as JSON. Never contains a key."""
         return self.model_dump(mode="json")
 
     @property
     def worker_step(self) -> dict[str, Any]:
-        """The step for `transform.steps` in Spark's workers: with the key, read here, and the function."""
+        """The step for `transform.steps` in Spark's workers, with the function, and with the key, which is read
+        here."""
         return self.step
 
     def check(self) -> None:
-        """Raise ConfigError for what shows without Spark: a missing key or function."""
+        """Raise ConfigError for problems that can be found without Spark: a missing key or function."""
         return None
 
     def __call__(self, events: DataFrame) -> DataFrame:
@@ -128,7 +132,7 @@ class MaskSpec(Transform):
     key_env: str | None = Field(None, description="hash: the variable with the key")
     key_file: str | None = Field(None, description="hash: the file with the key")
     _secret: bytes | None = PrivateAttr(None)
-    """The key, if given in Python rather than by the name of a variable or file."""
+    """The key, if given in Python instead of by the name of a variable or file."""
 
     @model_validator(mode="after")
     def _check_key(self) -> Self:
@@ -237,7 +241,7 @@ class PythonSpec(Transform):
 
     type: Literal["python"] = "python"
     function: str = Field(description="module:function", pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
-    _call: Any = PrivateAttr(None)  # The function, if it was given in Python and not by its name
+    _call: Any = PrivateAttr(None)  # The function, if given in Python instead of by name
 
     @property
     def is_simple(self) -> bool:
@@ -262,7 +266,7 @@ _ADAPTER: TypeAdapter[Any] = TypeAdapter(TransformSpec)
 
 
 def from_spec(spec: Any) -> Transform:
-    """The transform behind a mapping as in YAML, or the transform that it is already. Raises ConfigError."""
+    """The transform for a YAML-style mapping; a transform is returned unchanged. Raises ConfigError."""
     if isinstance(spec, Mapping):
         try:
             spec = _ADAPTER.validate_python(dict(spec))
@@ -285,7 +289,8 @@ def from_spec(spec: Any) -> Transform:
 
 @dataclass(frozen=True)
 class Chain:
-    """What one sink wants: channel patterns (none: all channels), transforms in order (`transform.specs`), and the form."""
+    """What one sink receives: channel patterns (none: all channels), transforms in order (`transform.specs`), and the
+    form."""
 
     transforms: tuple[Any, ...] = ()
     routes: tuple[str, ...] = ()
@@ -298,8 +303,10 @@ class Chain:
 
     @property
     def only_asks(self) -> bool:
-        """Whether Spark only has to say which events there are: the source can do all but conditions. Not with a rename
-        behind one: it may fail for events that the condition leaves out."""
+        """Whether the source can do everything except conditions, so that Spark only decides which events to keep.
+
+        False if a rename follows a condition: the rename could fail for events that the condition drops.
+        """
         hard = [number for number, one in enumerate(self.transforms) if not one.is_simple]
         behind = self.transforms[hard[0] :] if hard else ()
         return all(self.transforms[number].type == "filter" for number in hard) and not any(
@@ -308,15 +315,17 @@ class Chain:
 
     @property
     def parts(self) -> tuple[list[Transform], list[Transform], list[Transform]]:
-        """The source's steps; from the first to the last Spark step; and the steps after. An envelope comes last: only
-        filters follow it, and they see the event as it was before."""
+        """The source's steps; the steps from the first to the last Spark step; and the steps after.
+
+        An envelope comes last. Only filters may follow it, and they see the event as it was before.
+        """
         steps = [one for one in self.transforms if not one.is_envelope]
         hard = [number for number, one in enumerate(steps) if not one.is_simple] or [len(steps)]
         first, last = hard[0], min(hard[-1] + 1, len(steps))
         return steps[:first], steps[first:last], [*steps[last:], *(one for one in self.transforms if one.is_envelope)]
 
     def made(self) -> Chain:
-        """The same with its transforms made. ConfigError: they are invalid, or in an invalid order."""
+        """The same chain with its transforms created. ConfigError: they are invalid, or in an invalid order."""
         for pattern in self.routes:
             if not pattern or re.search(r"\s", pattern):
                 raise ConfigError(
@@ -336,7 +345,8 @@ class Chain:
 
 
 def column_chain(chain: Chain) -> SimpleChain:
-    """What a chain does to the columns of tables, as far as the configuration says: not what SQL and Python add."""
+    """How a chain changes the columns of tables, as far as the configuration shows. Excludes what SQL and Python
+    add."""
     steps = list(map(from_spec, chain.transforms))
     known = [one.step for one in steps if one.type in ("drop_columns", "rename_fields", "mask")]
     routes = tuple(map(full_pattern, chain.routes))
@@ -354,11 +364,11 @@ def _check_names(one: Transform, gone: dict[str, str]) -> None:
                 f"{one.type} names the column {name}, which an earlier rename_fields calls {gone[name]}",
                 f"Write {gone[name]}, or put {one.type} first",
             )
-        if name in gone and one.type != "drop_columns":  # twice dropped is what was wanted
+        if name in gone and one.type != "drop_columns":  # dropping a column twice does no harm
             raise ConfigError(
                 f"{one.type} names the column {name}, which an earlier drop_columns leaves out", "Leave it out here"
             )
-    if one.type == "python":  # it may add what it likes
+    if one.type == "python":  # it may add any column
         gone.clear()
     gone.update(one.taken)
     for name in one.added:
@@ -366,14 +376,16 @@ def _check_names(one: Transform, gone: dict[str, str]) -> None:
 
 
 def missing_columns(chains: Sequence[Chain], tables: Sequence[Relation]) -> list[str]:
-    """A line for each column that drop_columns, mask or rename_fields names and no table has: mostly a typo. Counts all
-    captured tables, also for a chain with routes: its transforms may be meant for others."""
+    """A line for each column that drop_columns, mask or rename_fields names and no table has: usually a typo.
+
+    Checks all captured tables, even for a chain with routes: its transforms may be meant for others.
+    """
     captured = {column.name for one in tables for column in one.columns}
     found: dict[str, None] = {}
-    for chain in chains if captured else ():  # else nothing is there yet to compare with
+    for chain in chains if captured else ():  # otherwise there is nothing to compare with yet
         known = set(captured)
         for one in map(from_spec, chain.transforms):
-            if one.type == "python":  # it may add what it likes
+            if one.type == "python":  # it may add any column
                 break
             for name in one.named:
                 if name not in known:

@@ -1,9 +1,9 @@
 """Spark steps on events as columns: users' conditions, SQL and Python functions, and the steps between them.
 
-Every function takes a DataFrame of events and returns one with the same columns. With the boolean column `_keep` (in a lane)
-filters only clear it, so that a chain is a series of projections; otherwise they drop rows. `sql` and `where` are Spark
-expressions. All else runs in Spark's Python workers, on whole columns with the code of `event`, except the user's own
-function.
+Every function takes a DataFrame of events and returns one with the same columns. In a lane there is a boolean column
+`_keep`: filters only clear it, so that a chain is a series of projections. Elsewhere filters drop rows. `sql` and
+`where` are Spark expressions. Everything else runs in Spark's Python workers, on whole columns with the code of
+`event`, except the user's own functions.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def filtered(events: DataFrame, operations: Sequence[str], where: str | None) ->
     passes = F.col("operation").isin(*operations) if operations else F.lit(True)
     if where is not None:
         has_row = F.col("table").isNotNull() & F.col("row").isNotNull()
-        asked = _is_active(events) & passes & has_row  # what is left out already is not asked, and cannot fail
+        asked = _is_active(events) & passes & has_row  # skips events that are already dropped, so they cannot fail
         passes = passes & F.when(asked, F.coalesce(F.expr(where), F.lit(False))).otherwise(F.lit(True))
     if KEEP in events.columns:
         return events.withColumn(KEEP, F.col(KEEP) & passes)
@@ -59,8 +59,11 @@ def filtered(events: DataFrame, operations: Sequence[str], where: str | None) ->
 
 
 def with_values(events: DataFrame, expressions: Mapping[str, str]) -> DataFrame:
-    """With values of `row` set by SQL expressions, which all see the original row. Old rows (`old`, and a DELETE's row) get
-    no further columns, so that "not sent" never looks like NULL. For the same reason unchanged TOAST columns stay so."""
+    """Set values of `row` with SQL expressions, which all see the original row.
+
+    Old rows (`old`, and a DELETE's row) get no additional columns, so that "not sent" never looks like NULL. For the
+    same reason unchanged TOAST columns stay unchanged.
+    """
     from pyspark.sql import functions as F
 
     columns = events.columns
@@ -70,7 +73,7 @@ def with_values(events: DataFrame, expressions: Mapping[str, str]) -> DataFrame:
     changed = {
         "row": F.when(active, _set_values(F.col(_ROW), F.col(_VALUES), list(expressions))).otherwise(F.col(_ROW))
     }
-    if "old" in columns:  # the same expressions once more, where `row` is the old row
+    if "old" in columns:  # the same expressions again, with the old row as `row`
         steps = steps.withColumn("row", F.col("old"))
         steps = steps.withColumn(_OLD_VALUES, F.when(active & F.col("old").isNotNull(), values))
         replaced = _replace_values(F.col("old"), F.col(_OLD_VALUES), list(expressions))
@@ -125,7 +128,8 @@ def _is_active(events: DataFrame) -> Column:
 
 
 def run_native(events: DataFrame, steps: Sequence[Step]) -> DataFrame:
-    """The events after these steps (`Transform.worker_step`): simple ones as `event.edits` takes them, and functions."""
+    """The events after these steps (`Transform.worker_step`): simple ones as `event.edits` applies them, and
+    functions."""
     from pyspark.sql import functions as F
 
     columns = [one for one in events.columns if not one.startswith("_") and one not in _HIDDEN]
@@ -153,7 +157,7 @@ def with_event_text(events: DataFrame, *envelope: Step, transaction: bool = Fals
 
 
 def need_columns(events: DataFrame, *needed: str) -> None:
-    """Raise ConfigError if events lack a column that Debezium's documents need."""
+    """Raise ConfigError if events do not have a column that Debezium's documents need."""
     missing = [name for name in needed if name not in events.columns]
     if missing:
         raise ConfigError(
@@ -163,7 +167,7 @@ def need_columns(events: DataFrame, *needed: str) -> None:
 
 
 def with_text(events: DataFrame, name: str, write: Callable[[pa.RecordBatch], pa.Array]) -> DataFrame:
-    """The events with one more text column, made from many rows' columns at once."""
+    """The events with one more text column, made from the columns of many rows together."""
     columns = [one for one in events.columns if not one.startswith("_")]
 
     def call(asked: pa.Array) -> pa.Array:
@@ -185,7 +189,7 @@ def map_in_arrow(frame: DataFrame, function: ArrowMap, schema: pa.Schema) -> Dat
 
 
 def _called(events: DataFrame, columns: Sequence[str], call: Callable[[pa.Array], pa.Array], kind: str) -> Column:
-    """A function's result on these columns, as one column, for events that the chain still has."""
+    """A function's result on these columns, as one column, for events that the chain has not dropped."""
     from pyspark.sql import functions as F
     from pyspark.sql.pandas.functions import arrow_udf
 
@@ -210,7 +214,7 @@ def _scatter(made: pa.Array, asked: pa.Array) -> pa.Array:
 def _run_steps(asked: pa.Array, steps: Sequence[Step], changed: list[str], folder: str) -> pa.Array:
     """`kept` and the changed columns of all requested events (structs; null: not requested)."""
     events = _rows_of(asked)
-    kept = np.arange(events.num_rows)  # which of them are left
+    kept = np.arange(events.num_rows)  # the indexes of the events that are left
     for name, some in groupby(steps, lambda step: step["function"] if step["type"] == "python" else ""):
         chain = tuple(some)
         if name:
@@ -229,11 +233,12 @@ def _run_steps(asked: pa.Array, steps: Sequence[Step], changed: list[str], folde
     return _scatter(pa.StructArray.from_arrays(arrays, ["kept", *changed]), asked)
 
 
-# --- functions of users
+# --- users' functions
 
 
 def load_function(name: str, folder: str | None = None) -> EventFunction:
-    """`module:function`, also from a module in `folder` (the current one). ConfigError if it is missing."""
+    """Load `module:function`, also from a module in `folder` (default: the current one). ConfigError if it is
+    missing."""
     where = folder if folder is not None else os.getcwd()
     module_name, _, function_name = name.partition(":")
     if where not in sys.path:
@@ -286,7 +291,7 @@ def _as_dicts(events: pa.RecordBatch) -> Iterator[dict[str, Any]]:
 
 
 def _map_dicts(maps: pa.Array) -> list[dict[str, str | None] | None]:
-    """What `to_pylist` gives, in a sixth of its time."""
+    """The same as `to_pylist`, in a sixth of the time."""
     names = pc.dictionary_encode(maps.keys)
     known, values, ends = names.dictionary.to_pylist(), maps.items.to_pylist(), maps.offsets.to_pylist()
     keys = [known[number] for number in names.indices.to_pylist()]
@@ -310,7 +315,7 @@ def _call(function: EventFunction, event: dict[str, Any], name: str, changed: li
 
 
 def _find_fault(event: dict[str, Any], after: Any, changed: list[str]) -> tuple[str, str] | None:
-    """An invalid return value, and the advice."""
+    """What is wrong with a return value, and the advice."""
     if not isinstance(after, Mapping):
         return f"it returned {type(after).__name__}", "Return the event (a dict), or None to drop it"
     for key, value in event.items():

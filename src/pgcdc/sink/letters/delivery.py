@@ -1,4 +1,4 @@
-"""Refused events: set aside durably before the others are delivered; and redelivered in stream order."""
+"""Refused events: recorded durably before the other events are delivered, and redelivered in stream order."""
 
 from __future__ import annotations
 
@@ -35,32 +35,35 @@ from pgcdc.sink.letters.record import (
 MAX_LETTERS = 500
 MAX_CHARS = 8 << 20
 
-_KNOWN = {"id", "channel", "operation"}  # A batch's details of its events, unless it has only lines
+_KNOWN = {"id", "channel", "operation"}  # The fields of a batch's events, unless it only has lines
 
 
 class SetAside:
-    """The dead letters of one adapter, for its one delivering thread."""
+    """The dead letters of one adapter, used only by its delivering thread."""
 
     def __init__(self, store: DeadLetters, adapter: str, limit: int) -> None:
         """More than `limit` refused events in a row are an error; 0: no limit."""
         self._store = store
         self._adapter = adapter
         self._limit = limit
-        self._row = 0  # How many of the last events were refused in a row
+        self._row = 0  # Refused events in a row, up to the latest one
         self._recorded: dict[str, str] | None = None
-        """Letters of events behind the ack, position to id: from a try that failed later, or a crashed run."""
+        """Letters of events after the ack, position to id: from an attempt that failed later, or from a crashed run."""
         self.count = 0  # Letters of this run
 
     def begin(self, ack: Position) -> None:
-        """Find letters of events behind the ack, from a crashed run: the target may take them now."""
-        with contextlib.suppress(Exception):  # then it is checked when an event is refused
+        """Find letters of events after the ack that a crashed run left: the target may accept these events now."""
+        with contextlib.suppress(Exception):  # otherwise checked when an event is refused
             self._recorded = self._read_recorded(ack)
 
     def take(
         self, whole: Batch, out: set[str], rejects: Sequence[Reject], attempts: int, ack: Position
     ) -> list[DeadLetter]:
-        """Record what of `whole` is refused now; `out` was before, and grows. SinkError: delivery cannot continue. Returns
-        the new letters: an event refused again after a crash has its letter already."""
+        """Record the events of `whole` that were refused now, and add them to `out`, the events refused before.
+
+        SinkError: delivery cannot continue. Returns the new letters: an event that is refused again after a crash
+        already has its letter.
+        """
         by_position = {one.position: one for one in rejects}
         found = whole.only(by_position)
         positions = found.positions().to_pylist()
@@ -102,7 +105,7 @@ class SetAside:
             new = [letter for letter in letters if letter.position not in self._recorded]
             if new:
                 self._store.record(new)
-        except Exception as error:  # any error: an event must not be skipped without its letter
+        except Exception as error:  # whatever happens, an event must not be skipped without its letter
             said = error.message if isinstance(error, PgcdcError) else f"{type(error).__name__}: {error}"
             advice = error.advice if isinstance(error, PgcdcError) else ""
             raise SinkError(
@@ -123,23 +126,24 @@ class SetAside:
         return {letter.position: letter.id for letter in self._store.find(query)}
 
     def _settle_letters(self, recorded: dict[str, str], whole: Batch, out: set[str]) -> None:
-        """Events that were refused before and taken now (the target was repaired) no longer wait."""
+        """Mark letters as settled whose events the target has accepted after all (it was repaired)."""
         taken = set(whole.positions().to_pylist()) - out
         done = [recorded[position] for position in taken & recorded.keys()]
         if done and isinstance(self._store, ReadableDeadLetters):
-            with contextlib.suppress(PgcdcError):  # then a replay delivers it again, with the same id
+            with contextlib.suppress(PgcdcError):  # otherwise a replay delivers it again, with the same id
                 self._store.mark(done, DELIVERED, datetime.now(UTC))
         self._recorded = {position: one for position, one in recorded.items() if position > str(whole.end)}
 
     def _rows(self, whole: Batch, out: set[str]) -> np.ndarray:
-        """How many events are refused before the first delivered one, between, and after the last."""
+        """How many events are refused before the first delivered one, between two delivered ones, and after the
+        last."""
         positions = whole.positions()
         is_out = pc.is_in(positions, pa.array(sorted(out), positions.type))
         taken = np.flatnonzero(~is_out.to_numpy(zero_copy_only=False))
         return np.diff(np.concatenate([[-1 - self._row], taken, [len(whole)]])) - 1
 
 
-# --- delivered again
+# --- redelivery
 
 
 @dataclass
@@ -147,7 +151,7 @@ class Tally:
     delivered: int = 0
     superseded: int = 0
     failed: int = 0
-    error: str = ""  # Why the rest was not tried
+    error: str = ""  # Why the rest was not attempted
 
     def add(self, other: Tally) -> None:
         self.delivered += other.delivered
@@ -157,7 +161,7 @@ class Tally:
 
 
 def deliver_all(store: ReadableDeadLetters, query: Query, deliver: Callable[[str, list[DeadLetter]], Tally]) -> Tally:
-    """Deliver letters again, batch by batch. An adapter that fails is not tried again."""
+    """Redeliver letters batch by batch. An adapter that fails is not tried again."""
     tally, failed = Tally(), set[str]()
     for letters in find_batches(store, query):
         adapter = letters[0].adapter
@@ -169,7 +173,7 @@ def deliver_all(store: ReadableDeadLetters, query: Query, deliver: Callable[[str
 
 
 def find_batches(store: ReadableDeadLetters, query: Query) -> Iterator[list[DeadLetter]]:
-    """The letters in lists of one adapter, each for one delivery; an adapter's in stream order."""
+    """The letters in lists of one adapter, one per delivery. An adapter's letters are in stream order."""
     part: list[DeadLetter] = []
     chars = 0
     for letter in sorted(store.find(query), key=lambda one: (one.adapter, one.position)):
@@ -184,7 +188,7 @@ def find_batches(store: ReadableDeadLetters, query: Query) -> Iterator[list[Dead
 
 
 def as_batch(letters: Iterable[DeadLetter]) -> Batch:
-    """Letters as a sink takes them: lines, or records that each wait for the previous ones."""
+    """Letters in a form that sinks accept: lines, or records that each wait for the previous ones."""
     made = [
         {
             "position": letter.position, "id": letter.event_id or letter.position, "channel": letter.channel,
@@ -214,8 +218,10 @@ def _read_traces(line: str) -> dict[str, str]:
 def deliver_again(
     store: ReadableDeadLetters, letters: Iterable[DeadLetter], redeliver: Callable[[Batch], Collection[str]]
 ) -> Tally:
-    """Deliver one batch of letters of one adapter. Letters refused again or not tried stay. A crash between delivery and
-    mark repeats them, with the same ids."""
+    """Redeliver one batch of letters of one adapter. Letters that are refused again or not attempted stay.
+
+    A crash between delivery and mark repeats them, with the same ids.
+    """
     tally, waiting = Tally(), {letter.position: letter for letter in letters}
     while waiting:
         try:

@@ -1,4 +1,4 @@
-"""Dead letters: an event as it was to be delivered, who refused it, and why; and what a store of them is."""
+"""Dead letters: the event as it was to be delivered, who refused it, and why. Also the interface of their stores."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_ERROR = 2000
 DEAD = "Dead letters"
 
 DELIVERED, SUPERSEDED, FAILED = "delivered", "superseded", "failed"
-"""A letter's outcome: it is at its target; the target has something newer; or it was refused again."""
+"""The outcome of a letter: it reached its target; the target has something newer; or it was refused again."""
 
 
 class LetterSettings(Options):
@@ -59,7 +59,7 @@ class DeadLetter:
     error_kind: str
     error: str
     attempts: int
-    event: str  # The line without its end; several ones if they share a position, which nobody can refuse apart
+    event: str  # The line without its newline; several lines if they share a position
     created_at: datetime
     replayed_at: datetime | None = None  # When it was settled: durable at the target, or no longer wanted there
     outcome: str | None = None
@@ -77,7 +77,7 @@ class DeadLetter:
 
     @staticmethod
     def from_json(raw: Any) -> DeadLetter:
-        """Inverse of `to_json()`. Raises ValueError if invalid."""
+        """The inverse of `to_json()`. Raises ValueError if invalid."""
         return _LETTER.validate_python(raw)
 
 
@@ -89,7 +89,7 @@ def make_letter(
     attempts: int,
     known: Mapping[str, Any] | None = None,
 ) -> DeadLetter:
-    """The letter of the lines at one position. `known` has the id, channel and operation, if known."""
+    """The letter of the lines at one position. `known` has the id, channel and operation, if available."""
     known = read_event(lines[0]) if known is None else known
     event_id, channel, operation = (
         _plain(value) if isinstance(value, str) else "" for value in map(known.get, ("id", "channel", "operation"))
@@ -111,7 +111,7 @@ def make_letter(
 
 
 def safe_error(text: str) -> str:
-    """A target's message as it may be kept: without secrets, and limited."""
+    """A target's message that is safe to store: without secrets, and of limited length."""
     return _plain(redact_text(text))[:MAX_ERROR]
 
 
@@ -125,7 +125,7 @@ def read_event(line: str) -> dict[str, Any]:
 
 
 def _plain(text: str) -> str:
-    """Without characters that databases refuse in text."""
+    """Remove characters that databases refuse in text."""
     return text.replace("\0", "").encode(errors="replace").decode()
 
 
@@ -133,41 +133,41 @@ def _plain(text: str) -> str:
 
 
 class DeadLetters(Protocol):
-    """Takes dead letters. Thread-safe: all adapters of a pipeline have one store."""
+    """Stores dead letters. Thread-safe: all adapters of a pipeline share one store."""
 
-    pipeline: str = ""  # Whose letters are recorded; known when the source is
+    pipeline: str = ""  # Recorded in letters; set when the source is known
 
     def check(self) -> None:
-        """Whether letters could be recorded; leaves nothing behind. PgcdcError: they could not."""
+        """Check that letters can be recorded, without leaving anything behind. PgcdcError: they cannot."""
         return None
 
     def open(self) -> None:
-        """Make what is needed. PgcdcError: it cannot be."""
+        """Create what is needed. PgcdcError: it cannot be created."""
         return None
 
     def record(self, letters: Sequence[DeadLetter]) -> None:
-        """Keep letters: durable when this returns. One that is there already (by its id) stays as it is."""
+        """Store letters; durable when this returns. A letter that already exists (by its id) stays unchanged."""
 
     def close(self) -> None:
-        """Release what is held; nothing is lost if this is never called."""
+        """Release resources; nothing is lost without this call."""
         return None
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """Which letters are meant: all conditions hold."""
+    """Selects letters: all conditions must hold."""
 
     pipeline: str | None = None
     adapter: str | None = None
     ids: tuple[str, ...] = ()
     since: datetime | None = None
     before: datetime | None = None
-    is_waiting: bool | None = None  # Only those that are still to be delivered, or only those that are not
-    after: str | None = None  # Only those behind this position
-    limit: int = 0  # At most so many, the first in the order of their positions; 0: all
+    is_waiting: bool | None = None  # True: only letters still to be delivered. False: only settled ones
+    after: str | None = None  # Only letters after this position
+    limit: int = 0  # The most letters, first in the order of their positions; 0: all
 
     def matches(self, letter: DeadLetter) -> bool:
-        """Whether the letter is meant, apart from the limit."""
+        """Whether the letter is selected, apart from the limit."""
         return (
             self.pipeline in (None, letter.pipeline)
             and self.adapter in (None, letter.adapter)
@@ -179,26 +179,26 @@ class Query:
         )
 
 
-QUERY = TypeAdapter(Query)  # How a query crosses a socket
+QUERY = TypeAdapter(Query)  # Serialises a query for a socket
 _LETTER = TypeAdapter(DeadLetter)
 
 
 @runtime_checkable
 class ReadableDeadLetters(DeadLetters, Protocol):
-    """A store that is read again: by people, and to deliver what is in it."""
+    """A store that can be read: by people, and to redeliver letters."""
 
     def find(self, query: Query) -> Iterator[DeadLetter]:
         """The letters, in the order of their positions."""
 
     def mark(self, ids: Sequence[str], outcome: str, at: datetime | None, error: str = "") -> None:
-        """What became of letters, durably. Without `at` they still wait, and were tried once more."""
+        """Record the outcome of letters, durably. Without `at` they keep waiting, and the attempt is counted."""
 
     def purge(self, query: Query) -> int:
-        """Delete letters for good; how many. Those that are recorded meanwhile stay."""
+        """Delete letters permanently; returns how many. Letters recorded meanwhile stay."""
 
 
 class StderrDeadLetters(DeadLetters):
-    """JSON lines on standard error, for whoever collects that. They cannot be read again."""
+    """Writes JSON lines to standard error, for log collectors. They cannot be read again."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream
@@ -216,7 +216,7 @@ class StderrDeadLetters(DeadLetters):
 
 
 class Dropped(DeadLetters):
-    """Nowhere: every one is told and counted, and gone. The only way to lose an event, and only if it was asked for."""
+    """Reports and counts every letter, then discards it. The only way to lose an event, and only on request."""
 
     def __init__(self, say: Callable[[str], None] = lambda text: None) -> None:
         self._say = say

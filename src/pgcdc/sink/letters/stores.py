@@ -1,8 +1,8 @@
-"""Where dead letters can be read again: a file of JSON lines, or a table of PostgreSQL.
+"""Stores of dead letters that can be read again: a file of JSON lines, or a table in PostgreSQL.
 
-The file is append-only: letters and outcomes. A crash may leave half a line at the end; it was never acknowledged, so the
-next writer cuts it off. `purge` writes the rest to a new file that replaces the old one. Writers lock the file: a pipeline
-and a command may use it at the same time.
+The file is append-only and holds letters and outcomes. A crash may leave half a line at the end. It was never
+acknowledged, so the next writer cuts it off. `purge` writes the remaining letters to a new file that replaces the old
+one. Writers lock the file: a pipeline and a command may use it at the same time.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class FileDeadLetters(ReadableDeadLetters):
     def open(self) -> None:
         with self._explain(), self._locked() as descriptor:
             _cut_half_line(descriptor)
-            os.fsync(descriptor)  # written by a killed run before: it is not written again
+            os.fsync(descriptor)  # a killed run may have written it: it is not written again
 
     def record(self, letters: Sequence[DeadLetter]) -> None:
         self._append([letter.to_json() for letter in letters])
@@ -58,12 +58,12 @@ class FileDeadLetters(ReadableDeadLetters):
         self._append([{"mark": list(ids), "outcome": outcome, "replayed_at": at and at.isoformat(), "error": error}])
 
     def find(self, query: Query) -> Iterator[DeadLetter]:
-        """The letters, in the order of their positions; the file is read to its end first."""
+        """The letters, in the order of their positions. Reads the whole file first."""
         found = sorted(filter(query.matches, self._read(query).values()), key=lambda one: (one.position, one.adapter))
         return iter(found[: query.limit or None])
 
     def purge(self, query: Query) -> int:
-        """Write the others to a new file that replaces this one."""
+        """Write the other letters to a new file that replaces this one."""
         if not self.path.exists():
             return 0
         with self._explain(), self._locked() as descriptor:
@@ -85,19 +85,19 @@ class FileDeadLetters(ReadableDeadLetters):
                     hit("dlq.file_written")
                 os.fsync(descriptor)
             except OSError:
-                with contextlib.suppress(OSError):  # otherwise the next writer cuts off a half-written line
+                with contextlib.suppress(OSError):  # if this fails, the next writer cuts off the half-written line
                     os.ftruncate(descriptor, size)
                 raise
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[int]:
-        """The file, exclusively; created if missing."""
+        """The file, locked exclusively; created if missing."""
         while True:
             is_new = not self.path.exists()
             descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
-                if not is_at(self.path, descriptor):  # a purge has put another one in its place
+                if not is_at(self.path, descriptor):  # a purge replaced the file
                     continue
                 if is_new:
                     fsync_folder(self.path.parent)
@@ -107,7 +107,7 @@ class FileDeadLetters(ReadableDeadLetters):
                 os.close(descriptor)
 
     def _read(self, query: Query = Query()) -> dict[str, DeadLetter]:  # noqa: B008 - frozen
-        """The matching letters of the file; a later line may say whether one waits."""
+        """The matching letters of the file. A later line may say that a letter no longer waits."""
         letters: dict[str, DeadLetter] = {}
         number, query = 0, replace(query, is_waiting=None)
         try:
@@ -115,7 +115,7 @@ class FileDeadLetters(ReadableDeadLetters):
                 for line in file:
                     number += 1
                     if not line.endswith(b"\n"):
-                        break  # half written, or just being written
+                        break  # half-written, or still being written
                     _fold(letters, json.loads(line), query)
         except FileNotFoundError:
             return {}
@@ -192,11 +192,11 @@ SET statement_timeout = '30s';
 SET lock_timeout = '30s';
 SELECT set_config('synchronous_commit', 'on', false) WHERE current_setting('synchronous_commit') = 'off'
 """
-"""Durable when it returns, whatever the database's default."""
+"""Commits of this session are durable, whatever the database's default."""
 
 
 class PgDeadLetters(ReadableDeadLetters):
-    """One table, created if missing. Letters are rare: each call opens a connection."""
+    """One table, created if missing. Letters are rare, so each call opens a connection."""
 
     def __init__(self, url: str, table: str = "pgcdc_dead_letters") -> None:
         self.table = split_table(table)
@@ -215,7 +215,7 @@ class PgDeadLetters(ReadableDeadLetters):
 
     def open(self) -> None:
         faster = contextlib.suppress(psycopg.errors.DuplicateTable, psycopg.errors.UniqueViolation)
-        with self._connected("create") as conn, faster:  # another pipeline: a session may not see its table at once
+        with self._connected("create") as conn, faster:  # another pipeline: a session may not see its table immediately
             self._create(conn)
 
     def record(self, letters: Sequence[DeadLetter]) -> None:
@@ -286,7 +286,7 @@ class PgDeadLetters(ReadableDeadLetters):
         if not self._exists(conn):
             with conn.transaction():
                 lock_creation(conn)
-                if not self._exists(conn):  # another pipeline was not faster
+                if not self._exists(conn):  # unless another pipeline was faster
                     conn.execute(sql.SQL(_DDL).format(table=self._name))
                     conn.execute(sql.SQL("CREATE INDEX ON {} (adapter, position)").format(self._name))
 
@@ -308,7 +308,7 @@ class PgDeadLetters(ReadableDeadLetters):
 
 
 def _to_json(event: str) -> str:
-    """The event itself, which `json` keeps unchanged; several lines, a list, or invalid JSON become a list of texts."""
+    """The event itself, which `json` keeps unchanged. Several lines, a JSON list, or invalid JSON become a list of texts."""
     try:
         if "\n" in event or event.startswith("["):
             raise ValueError

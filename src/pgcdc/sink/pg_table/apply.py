@@ -1,10 +1,10 @@
-"""The apply mode of pg_table: the tables of the source, kept equal at the target.
+"""The apply mode of pg_table: keeps tables at the target equal to those of the source.
 
     changes of a table → fold by key → COPY to staging → DELETE, MERGE, UPDATE → (the caller commits, with the position)
 
-A batch is applied as a whole, in few statements. Where the target refuses that because of the order (a unique value that two
-rows exchange, a foreign key), it is cut into halves, down to single events. Where ALTER TABLE comes in, what was before is
-written before.
+A batch is applied as a whole, in few statements. If the target refuses it because of the order (a unique value that two rows
+exchange, a foreign key), the batch is split into halves, down to single events. At an ALTER TABLE the batch is cut, and
+everything before it is written first.
 """
 
 from __future__ import annotations
@@ -35,13 +35,16 @@ from pgcdc.sink.pg_table.tables import SourceTable, Targets, choose_key, describ
 from pgcdc.sink.pg_table.target import Blame, Effect, Rejected, RowFault, blame, is_conflict
 from pgcdc.sink.pg_table.writer import Writer
 
-KNOWN_S = 60.0  # How long the target's catalog counts as unchanged
+KNOWN_S = 60.0  # How long our knowledge of the target's catalog counts as current
 _LAST = Position.end((1 << 63) - 1)
 
 
 class Applier:
-    """Applies batches through one session, in the caller's transactions. After every error it learns the target again. `say`
-    gets what people should know: created or altered tables, missing rows."""
+    """Applies batches through one session, in the caller's transactions.
+
+    After every error it reads the target's tables again. `say` reports what people should know: created or altered
+    tables, missing rows.
+    """
 
     def __init__(
         self,
@@ -54,19 +57,22 @@ class Applier:
         chain: Callable[[], SimpleChain] = lambda: SimpleChain((), ()),
         held: Callable[[], Collection[int]] = tuple,
     ) -> None:
-        """`key`: the names of adapter and stream. `held`: tables (oid) that come whole later."""
+        """`key`: the names of adapter and stream. `held`: the oids of tables that will come whole later."""
         self._conn, self._options, self._shapes, self._say = conn, options, shapes, say
         self._chain, self._held, self._name = chain, held, key[0]
-        self.tables = set(tables)  # The target's tables at the last commit; the caller keeps it up to date
+        self.tables = set(tables)  # The target's tables at the last commit; the caller keeps it current
         self._rejected = Rejected(options.own_schema, key)
         self._writer: Writer | None = None
         self._is_warm = False  # Our knowledge of the target is from an earlier transaction
         self._known_until = 0.0
-        self.missed: Counter[str] = Counter()  # By table: rows to update or delete that were missing
+        self.missed: Counter[str] = Counter()  # By table: missing rows that were to be updated or deleted
 
     def apply(self, batch: Batch, refused: Sequence[Batch] = ()) -> set[TableName]:
-        """Apply a batch in the caller's transaction; returns the target's tables as far as known. Keys of `refused` events
-        are noted first: what is applied to them supersedes these. psycopg's errors pass; the caller rolls back."""
+        """Apply a batch in the caller's transaction; returns the known tables of the target.
+
+        Records the keys of `refused` events first, because changes applied to these keys supersede them. Passes
+        psycopg's errors on; the caller rolls back.
+        """
         try:
             self._begin()
             for one in refused:
@@ -89,8 +95,8 @@ class Applier:
             raise
 
     def redeliver(self, batch: Batch) -> set[str]:
-        """Apply dead letters in the caller's transaction. Returns the positions left out: something newer changed their
-        keys, or they were delivered."""
+        """Apply dead letters in the caller's transaction. Returns the positions that were skipped: their keys have
+        newer changes, or the letters were already delivered."""
         try:
             self._begin()
             return {
@@ -102,11 +108,11 @@ class Applier:
         finally:
             self.forget()
 
-    # --- a run
+    # --- one run of changes
 
     def _begin(self) -> None:
         self._shapes.refresh()
-        if time.monotonic() > self._known_until:  # somebody may have altered the target's tables
+        if time.monotonic() > self._known_until:  # another client may have altered the target's tables
             self.forget()
         self._open().begin()
 
@@ -124,14 +130,14 @@ class Applier:
         self._is_warm = False
 
     def _divide(self, batch: Batch, changes: Sequence[ShapeChange]) -> Counter[str]:
-        """Apply all at once, or else in halves; returns by table the rows to change that were missing."""
+        """Apply all at once, or else in halves. Returns, by table, how many rows to change were missing."""
         try:
             with self._conn.transaction():
                 return self._run(batch, changes)
         except psycopg.Error as error:
             was_warm = self._is_warm
             self.forget()
-            if was_warm and blame(error) is Blame.SHAPE:  # we knew an older state of the target's tables
+            if was_warm and blame(error) is Blame.SHAPE:  # what we knew of the target's tables was outdated
                 return self._divide(batch, changes)
             half = batch.first(max(1, len(batch) // 2))
             if not is_conflict(error) or len(half) == len(batch):
@@ -169,7 +175,7 @@ class Applier:
         titles = {one.after.channel for one in history}
         oids = {
             one.after.oid for one in self._shapes.changes if one.after.channel in titles
-        }  # their copy may be its own
+        }  # their copy may use this name
         named = [one for one in self._shapes.changes if one.after.oid in oids]
         rebuild(writer.targets, source, key, history, self._taken(run.relation.oid, _LAST), named)
         writer.forget(source)
@@ -187,8 +193,8 @@ class Applier:
             yield run, self._describe(run, batch.positions()[int(run.rows[0])].as_py())
 
     def _apply(self, run: TableChanges, source: SourceTable) -> None:
-        """Fold and write one run; updates that only the target can do cut it."""
-        if not run.relation.columns:  # of rows without columns only the number matters
+        """Fold and write one run. Updates that only the target can do split it."""
+        if not run.relation.columns:  # for rows without columns only the count matters
             is_new: Bools = (run.op == Op.INSERT) | (run.op == Op.SNAPSHOT)
             self._open().resize(source, int(is_new.sum() - (run.op == Op.DELETE).sum()))
             return
@@ -216,7 +222,8 @@ class Applier:
         self._open().write(source, folded, key)
 
     def _move(self, source: SourceTable, key: tuple[str, ...], run: TableChanges) -> bool:
-        """Have the target give a row another key. False: it lacks the row, which is complete here."""
+        """Have the target give a row another key. Returns False if the target has no such row and the change contains
+        all its values."""
         values, unknown = settle(run)
         names = [column.name for column in run.relation.columns]
         old = {name: run.old[names.index(name)][0].as_py() for name in key}
@@ -229,10 +236,10 @@ class Applier:
             raise self._open().missing_row(source)
         return False
 
-    # --- changes of shapes
+    # --- changes of shape
 
     def _cut(self, batch: Batch, changes: Sequence[ShapeChange]) -> Iterator[tuple[Batch, list[ShapeChange]]]:
-        """The events between changes of shapes, with the changes before them."""
+        """The events between changes of shape, each with the changes before them."""
         due: list[ShapeChange] = []
         begin, texts = 0, batch.positions()
         held = self._held()
@@ -245,7 +252,7 @@ class Applier:
         yield batch.slice(begin, len(batch)), due
 
     def _is_cut(self, change: ShapeChange) -> bool:
-        """Whether a table changes here: altered, or dropped and recreated."""
+        """Whether a table changes here: it was altered, or dropped and recreated."""
         if change.before is not None:
             return True
         first = next(self._shapes.of(change.after.namespace, change.after.name), None)
@@ -258,7 +265,7 @@ class Applier:
         return describe_source(run.relation, run.details, known if is_same else None)
 
     def _follow(self, change: ShapeChange) -> None:
-        """Repeat the source's change at the target."""
+        """Repeat the source's change of shape at the target."""
         is_new = not self._shapes.takes_name(change)
         taken = self._taken(change.after.oid, change.position)
         history = [one for one in self._history(change.after.oid) if one.position < change.position]
@@ -275,7 +282,7 @@ class Applier:
     # --- dead letters
 
     def _keys(self, run: TableChanges, source: SourceTable, positions: Sequence[str]) -> Iterator[Effect]:
-        """The keys that these changes touch; each starts with its row's."""
+        """The keys that these changes touch. For each change, the key of its row comes first."""
         names = [column.name for column in run.relation.columns]
         places = [names.index(name) for name in choose_key(source, self._open().targets.of(source), names)]
         after, before = (_key_texts([side[one] for one in places], len(run)) for side in (settle(run)[0], run.old))
@@ -298,7 +305,8 @@ class Applier:
         self._rejected.supersede(self._conn, newest, cleared)
 
     def _check_values(self, run: TableChanges, source: SourceTable, positions: pa.ChunkedArray) -> None:
-        """RowFault: an update leaves a long value to the target, which may have an older one, since a change was refused."""
+        """RowFault: an update leaves a long value to the target, which may have an outdated one because an earlier
+        change was refused."""
         if all(table != source.title for table, _ in self._rejected.waiting):
             return
         lacks = [marks for marks in settle(run)[1] if marks is not None]
@@ -306,7 +314,7 @@ class Applier:
             return
         texts = positions.take(pa.array(run.rows)).to_pylist()
         partial = dict(zip(texts, np.logical_or.reduce(lacks).tolist(), strict=True))
-        whole: dict[str, str] = {}  # by key: where all of its values came last
+        whole: dict[str, str] = {}  # by key: the last position with all values
         for table, key, position in self._keys(run, source, texts):
             refused = self._rejected.waiting.get((table, key), ())
             if not partial[position]:
@@ -320,7 +328,7 @@ class Applier:
                 )
 
     def _redeliver(self, position: str, run: TableChanges) -> bool:
-        """Whether it was applied, at least to its row's key."""
+        """Apply a past change. Returns whether it was applied, at least to the key of its row."""
         known = self._rejected.keys_of(position)
         if not known:
             return False
@@ -328,7 +336,7 @@ class Applier:
         source = self._describe(run, str(_LAST))
         effects = list(self._keys(run, source, [position]))
         may = [one.key in known for one in effects]
-        if not may[0]:  # its row has become another one, but it has left this key
+        if not may[0]:  # its row has changed since, but it has left this key
             run = replace(run, op=np.array([Op.DELETE], np.uint8))
         elif not all(may):
             values, unknown = settle(run)
@@ -341,7 +349,7 @@ class Applier:
         return may[0]
 
     def _as_of_now(self, run: TableChanges) -> TableChanges:
-        """A past change under its table's current name. RowFault: a column is gone or renamed."""
+        """A past change under its table's current name. RowFault: a column was dropped or renamed."""
         latest = [change for change in self._shapes.changes if change.after.oid == run.relation.oid][-1:]
         if not latest:
             return run
@@ -360,12 +368,12 @@ class Applier:
 
 
 def _is_reload(batch: Batch, run: TableChanges) -> bool:
-    """Whether a TRUNCATE begins the reload of its table, and is not one of the source."""
+    """Whether a TRUNCATE starts the reload of its table, rather than being one of the source."""
     return Position.parse(batch.positions()[int(run.rows[0])].as_py()).is_snapshot
 
 
 def _key_texts(columns: Sequence[pa.Array], count: int) -> list[str]:
-    """Keys as in `pgcdc_rejected`; empty for a table without one."""
+    """Keys in the form of `pgcdc_rejected`; empty for a table without a key."""
     if not columns:
         return [""] * count
     return [orjson.dumps(key).decode() for key in zip(*(one.to_pylist() for one in columns), strict=True)]

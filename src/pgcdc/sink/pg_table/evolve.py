@@ -1,6 +1,8 @@
-"""The target's tables follow those of the source: exactly, where the catalog of the source proves what became of old rows;
-else ReloadNeeded, and the table comes whole. Nothing but columns that the source has dropped is ever dropped, and these only
-where their name is needed again."""
+"""Makes the target's tables follow those of the source.
+
+It follows exactly, where the source's catalog proves what happened to existing rows. Otherwise it raises ReloadNeeded,
+and the table comes whole. It only drops columns that the source has dropped, and only where their name is needed again.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +48,11 @@ def follow(
     *,
     is_new: bool,
 ) -> None:
-    """Repeat a change of a source table at the target. `history`: of this table; `taken`: the names of other tables there;
-    `is_new`: no other table had its name before. Raises ReloadNeeded if the rows cannot follow."""
+    """Repeat a change of a source table at the target.
+
+    `history`: of this table; `taken`: the names of other tables there; `is_new`: no other table had its name before.
+    Raises ReloadNeeded if the rows cannot follow.
+    """
     if targets.options.evolve != "full" or not chain.is_routed(change.after):
         return
     name = targets.name_of((change.after.namespace, change.after.name))
@@ -62,7 +67,7 @@ def follow(
     if targets.find(old) is None and (old == name or targets.find(name) is None):
         if brings_rows(diff_shapes(change)):
             raise _needed(change, reason)
-        return  # it comes with its first row
+        return  # created with its first row
     if old != name:
         if old in taken:
             reason = f"it was renamed from {name_table(*old)}, which another table is called by now"
@@ -77,7 +82,7 @@ def follow(
         ours = {column.name for one in history for column in behind(one, chain).after.columns}
         mine = _in_the_way(target, differences) - ours
         made = {one["column"] for one in differences if one.get("column") in mine and _is_made(targets, target, one)}
-        differences = [one for one in differences if one.get("column") not in made]  # somebody was first
+        differences = [one for one in differences if one.get("column") not in made]  # another client added them first
         if mine := mine - made:
             raise _needed(change, f"the target has a column {', '.join(sorted(mine))} that the source did not have")
         with targets.together(target if _is_blind(differences) else None):
@@ -93,10 +98,13 @@ def rebuild(
     taken: Collection[TableName],
     named: Sequence[ShapeChange],
 ) -> None:
-    """An empty table with the source's columns and key, whatever was there. Columns whose type is nobody's we know stay:
-    somebody has chosen it. `named`: every shape of the tables that ever had one of its names."""
+    """Leave an empty table with the source's columns and key, whatever was there before.
+
+    Keeps columns whose type the source never had: a user chose it. `named`: every shape of the tables that ever had one
+    of its names.
+    """
     name, columns = targets.name_of(source.name), list(source.types)
-    for one in history:  # it was renamed while it was left out
+    for one in history:  # it was renamed while it was held
         old = targets.name_of((one.after.namespace, one.after.name))
         if old != name and old in targets.were_there and old not in taken and targets.find(name) is None:
             with targets.together():
@@ -118,7 +126,7 @@ def rebuild(
             )
             if had is not None and had.type != kind and was_ours:
                 _alter(targets, target, f"DROP COLUMN {quote_identifier(column)}")
-        left = targets.find(name)  # a column that was dropped took the key with it
+        left = targets.find(name)  # a dropped column took the key with it
         assert left is not None
         for column, had in left.columns.items():
             if column not in types and had.is_required and column not in left.primary_key:
@@ -147,11 +155,11 @@ def _truncate(targets: Targets, target: TargetTable) -> None:
 
 
 def _rename(targets: Targets, old: TableName, new: TableName) -> str:
-    """Rename the target's table. Returns why the new one has to be read again instead."""
+    """Rename the target's table. Returns why the new one has to be read again instead, if it cannot."""
     if targets.find(old) is None:
         return ""
     if targets.find(new) is not None:
-        if new in targets.were_there:  # of another table that was renamed as well
+        if new in targets.were_there:  # left by another table that was renamed as well
             return f"it was renamed from {name_table(*old)}, and the target still has a table of the new name"
         raise SinkError(
             f"table {name_table(*old)} was renamed to {name_table(*new)} at the source, but the target has a table of that "
@@ -228,7 +236,7 @@ def _in_the_way(target: TargetTable, differences: Iterable[Difference]) -> set[s
 
 
 def _is_made(targets: Targets, target: TargetTable, one: Difference) -> bool:
-    """Whether somebody has added a column at the target as the source has now, old rows included."""
+    """Whether the target already has a column as the source now has it, including values in existing rows."""
     if one["type"] != "column_added":
         return False
     column, default = quote_identifier(one["column"]), one.get("default")
@@ -245,13 +253,13 @@ def _add(targets: Targets, target: TargetTable, added: dict[str, Difference], ch
         quoted, default = quote_identifier(column), added[column].get("default")
         text = f"{quote_literal(default)}::{kind}" if default is not None else ""
         _alter(targets, target, f"ADD COLUMN {quoted} {kind}{f' DEFAULT {text}' if text else ''}")
-        if text:  # old rows have it now; new ones bring their own value
+        if text:  # existing rows have it now; new rows bring their own value
             _alter(targets, target, f"ALTER COLUMN {quoted} DROP DEFAULT")
     targets.say(f"table {target.title}: column {', '.join(added)} added{note}")
 
 
 def _retype(targets: Targets, name: TableName, one: Difference) -> None:
-    """Only columns that had the source's type: another one was somebody's choice."""
+    """Change a column's type, but only if it had the source's type: a user chose any other type."""
     target = targets.find(name)
     assert target is not None
     column, old, new = one["column"], one["old_type"], one["new_type"]
@@ -274,7 +282,7 @@ def _retype(targets: Targets, name: TableName, one: Difference) -> None:
 
 
 def _follow_key(targets: Targets, name: TableName, change: ShapeChange, chain: SimpleChain) -> None:
-    """Give the target's table the source's key, if it had the one before. ReloadNeeded: its rows do not allow it."""
+    """Give the target's table the source's key, if it had the previous one. ReloadNeeded: its rows do not allow it."""
     shown, target = behind(change, chain), targets.find(name)
     assert target is not None and shown.before is not None
     old = describe_source(shown.before, shown.before_details).key
@@ -300,13 +308,13 @@ def _set_key(targets: Targets, target: TargetTable, key: tuple[str, ...]) -> Non
         actions += [f"ALTER COLUMN {quote_identifier(column)} DROP NOT NULL" for column in optional]
     if key:
         actions.append(f"ADD PRIMARY KEY ({', '.join(map(quote_identifier, key))})")
-    _alter(targets, target, *actions)  # in one statement, which somebody else can run without losing the key
+    _alter(targets, target, *actions)  # in one statement, which a user can also run without losing the key
     shown = ", ".join(key) if key else "nothing: rows are found by all their values"
     targets.say(f"table {target.title}: its key is {shown} now")
 
 
 def _alter(targets: Targets, target: TargetTable, *actions: str) -> None:
-    """Only the first of the actions drops anything."""
+    """Run ALTER TABLE actions. Only the first of them may drop anything."""
     first, *more = actions
     statement = f"ALTER TABLE {target.sql} {first}"
     try:

@@ -1,6 +1,8 @@
-"""What many changes leave of a table: for every key the last row, or that it is gone. Pure, on whole columns. Keys and rows
-get numbers (`number_rows`); the last change of a number wins. A long value that an update did not bring (unchanged TOAST)
-comes from an earlier change of the same key, or is left to the target: then the row is a patch."""
+"""What many changes leave of a table: for every key its last row, or that it is gone. Pure, on whole columns.
+
+Keys and rows get numbers (`number_rows`); the last change of a number wins. A long value that an update did not send
+(unchanged TOAST) comes from an earlier change of the same key, or is left to the target: then the row is a patch.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +41,13 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Folded:
-    """Rows by what happens to them, to be done in this order."""
+    """Rows grouped by what to do with them, in this order."""
 
     gone: Rows | None = None
     """Keys of rows that the target has; whole rows for a table without a key or with a deferrable one."""
-    undone: Rows | None = None  # Keys of rows that came and went here: the target should not have them
+    undone: Rows | None = None  # Keys of rows that were added and removed here: the target should not have them
     puts: Rows | None = None  # Rows that the target has, or may have
-    expected: int = 0  # How many of these it has, unless somebody else has changed it
+    expected: int = 0  # How many of these it has, unless another client changed it
     patches: list[Rows] = field(default_factory=list)  # Some columns of the target's rows; the others keep their values
     fresh: Rows | None = None  # Rows that the target should not have
 
@@ -57,7 +59,7 @@ class Folded:
 
 
 def number_rows(columns: Sequence[pa.Array]) -> tuple[I64, int]:
-    """A number for each row, equal for equal rows, and how many numbers there are."""
+    """A number for each row, the same for equal rows, and how many numbers there are."""
     codes: I64 | None = None
     count = 1
     for column in columns:
@@ -74,12 +76,12 @@ def number_rows(columns: Sequence[pa.Array]) -> tuple[I64, int]:
 
 @dataclass(frozen=True, slots=True)
 class _Keys:
-    """The keys in some changes, with a number for each."""
+    """The keys in some changes, with a number for each key."""
 
     columns: list[pa.Array]  # Their values: after each change, then the old ones of updates
-    codes: I64  # The numbers of these
+    codes: I64  # Their numbers
     count: int
-    moved: I64  # The changes that give a row another key
+    moved: I64  # Indexes of changes that give a row another key
     left: I64  # The numbers of the keys that these rows had
 
 
@@ -98,8 +100,11 @@ def _number_keys(changes: TableChanges, values: list[pa.Array], key: Sequence[in
 
 
 def find_moves(changes: TableChanges, key: Sequence[int], *, keeps_more: bool) -> list[int]:
-    """Updates that give a row another key and that only the target can do: it has values that are not in the change.
-    `keeps_more`: it has other columns, so that this is true for all."""
+    """Updates that give a row another key and that only the target can do, because it has values that are not in the
+    change.
+
+    `keeps_more`: the target has more columns, so this applies to all such updates.
+    """
     values, unknown = settle(changes, key)
     partial = [one for one in unknown if one is not None]
     if not keeps_more and not partial:
@@ -112,7 +117,7 @@ def find_moves(changes: TableChanges, key: Sequence[int], *, keeps_more: bool) -
 
 
 def fold_keyed(changes: TableChanges, key: Sequence[int]) -> Folded:
-    """The changes of a table with a key (column numbers), without those of `find_moves`."""
+    """Fold the changes of a table with a key (column numbers), without those of `find_moves`."""
     values, unknown = settle(changes, key)
     for number in key:
         if unknown[number] is not None:
@@ -123,7 +128,7 @@ def fold_keyed(changes: TableChanges, key: Sequence[int]) -> Folded:
     is_gone: Bools = changes.op == Op.DELETE
     is_new: Bools = (changes.op == Op.INSERT) | (changes.op == Op.SNAPSHOT)
     was_absent = is_new
-    if len(keys.moved):  # such an update is two steps: the old key goes, the new one comes
+    if len(keys.moved):  # such an update is two steps: remove the old key, add the new one
         row = np.insert(row, keys.moved, keys.moved)
         leaves: I64 = keys.moved + np.arange(len(keys.moved))
         code, is_gone, is_new = code[row], is_gone[row], is_new[row]
@@ -132,7 +137,7 @@ def fold_keyed(changes: TableChanges, key: Sequence[int]) -> Folded:
     step: I64 = np.arange(len(row))
     first, last, left = (np.full(keys.count, -1, np.int64) for _ in range(3))
     first[code[::-1]] = step[::-1]
-    last[code] = step  # of equal numbers the last one stays
+    last[code] = step  # for equal numbers the last one stays
     left[code[is_gone]] = step[is_gone]
     seen: I64 = np.flatnonzero(last >= 0)  # an old key that no change leaves has no step
     ends: Bools = left[seen] == last[seen]
@@ -182,7 +187,7 @@ def _pick(columns: tuple[str, ...], values: Sequence[pa.Array], sources: Sequenc
 def _patches(
     columns: tuple[str, ...], values: Sequence[pa.Array], sources: Sequence[I64], missing: dict[int, Bools]
 ) -> Iterator[Rows]:
-    """Rows with missing values, grouped by which are missing."""
+    """Rows with missing values, grouped by the columns that are missing."""
     if not missing:
         return
     marks, kind = np.unique(np.stack(list(missing.values()), axis=1), axis=0, return_inverse=True)
@@ -194,8 +199,11 @@ def _patches(
 
 
 def _balance(changes: TableChanges) -> tuple[list[pa.Array], I64, I64]:
-    """Whole rows that came or went, in stream order: for each distinct one its last place, and how many more came than went.
-    Enough where every change brings its whole old row. MissingKey: an update or delete came without it."""
+    """Whole rows that were added or removed, in stream order.
+
+    Returns for each distinct row its last place, and how many more were added than removed. That is enough where every
+    change contains its whole old row. MissingKey: an update or delete came without it.
+    """
     goes: Bools = (changes.op == Op.UPDATE) | (changes.op == Op.DELETE)
     if (goes & (changes.old_kind != OldKind.FULL)).any():
         raise MissingKey("(the whole row)")
@@ -204,7 +212,7 @@ def _balance(changes: TableChanges) -> tuple[list[pa.Array], I64, I64]:
     for number, (lacks, old_lacks) in enumerate(zip(unknown, changes.old_unchanged, strict=True)):
         if lacks is not None or (old_lacks is not None and old_lacks[out].any()):
             raise MissingKey(changes.relation.columns[number].name)
-    # An update takes its old row away before it brings the new one.
+    # An update removes its old row before it adds the new one.
     order = np.argsort(np.concatenate([2 * out, 2 * into + 1]), kind="stable")
     columns = [
         pa.concat_arrays([old.take(pa.array(out)), new.take(pa.array(into))]).take(pa.array(order))
@@ -218,7 +226,7 @@ def _balance(changes: TableChanges) -> tuple[list[pa.Array], I64, I64]:
 
 
 def fold_bag(changes: TableChanges) -> Folded:
-    """The changes of a table without a key: how many of each row came, and how many went."""
+    """Fold the changes of a table without a key: how many of each row were added and removed."""
     names = tuple(column.name for column in changes.relation.columns)
     if ((changes.op == Op.INSERT) | (changes.op == Op.SNAPSHOT)).all():
         return Folded(fresh=Rows(names, list(changes.new)))
@@ -228,8 +236,11 @@ def fold_bag(changes: TableChanges) -> Folded:
 
 
 def fold_late(changes: TableChanges, key: Sequence[int]) -> Folded:
-    """The changes of a table with a deferrable key: until the transaction's end several rows may share it, as with `UPDATE t
-    SET id = id + 1`. Every change brings the whole old row, which tells them apart."""
+    """Fold the changes of a table with a deferrable key.
+
+    Until the transaction ends, several rows may share a key, as with `UPDATE t SET id = id + 1`. Every change contains
+    the whole old row, which tells them apart.
+    """
     names = tuple(column.name for column in changes.relation.columns)
     rows, last, more = _balance(changes)
     keys, count = number_rows([rows[one] for one in key])

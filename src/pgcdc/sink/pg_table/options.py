@@ -1,4 +1,5 @@
-"""The options of the adapter `pg_table`, the names of tables that follow from them, and what they must not lead to."""
+"""The options of the adapter `pg_table`, the table names they lead to, and checks against writing to captured
+tables."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ _APPLY_ONLY = ("target_schema", "tables", "evolve", "triggers")
 
 
 def _split_rules(value: Any) -> Any:
-    """`a=b, c.*=d.*` in a flag or variable; a list of such, or a mapping, in YAML."""
+    """Accepts `a=b, c.*=d.*` (flag or variable), or a list of these or a mapping (YAML)."""
     if isinstance(value, str):
         return tuple(split_outside_quotes(value, ","))
     if isinstance(value, Mapping):
@@ -56,10 +57,10 @@ TableRules = Annotated[
 
 
 class TargetNames:
-    """Rules for tables win over rules for schemas, which win over the one schema for all."""
+    """Rules for tables override rules for schemas, which override the one schema for all."""
 
     def __init__(self, rules: Iterable[str] = (), schema: str | None = None) -> None:
-        """ConfigError: an invalid rule, or two tables would become one."""
+        """ConfigError: a rule is invalid, or two tables would get the same name."""
         self._schema = schema
         self._tables: dict[TableName, TableName] = {}
         self._schemas: dict[str, str] = {}
@@ -143,13 +144,13 @@ class PgTableOptions(SinkOptions):
     def resolved(self) -> PgTableOptions:
         if self.db_file is None:
             return self
-        from pgcdc.core.secrets import read_secret  # which imports the registry of all adapters
+        from pgcdc.core.secrets import read_secret  # it imports the registry of all adapters
 
         url = read_secret(Path(self.db_file), "the database URL of the target").strip()
         return self.model_copy(update={"db": url, "db_file": None})
 
     def target(self) -> str:
-        """The table that no other adapter of a pipeline may write to; in apply mode it depends on routes."""
+        """The table that no other adapter of a pipeline may write to. In apply mode it depends on routes."""
         if self.mode == "apply":
             return ""
         host, port, database = self._address()
@@ -202,7 +203,8 @@ class PgTableOptions(SinkOptions):
 
 
 def database_of(conn: Connection) -> tuple[str, str]:
-    """The server (empty if the role may not ask) and database, whatever the server's address."""
+    """The server and database, independent of the server's address. The server is empty if the role may not ask for
+    it."""
     try:
         row = conn.execute("SELECT system_identifier::text FROM pg_control_system()").fetchone()
     except psycopg.errors.InsufficientPrivilege:
@@ -210,12 +212,13 @@ def database_of(conn: Connection) -> tuple[str, str]:
     return row[0] if row else "", conn.info.dbname
 
 
-# --- loops: a table that is captured must not get the events of its own changes, each would make another one, for ever
+# --- loops: a captured table must not receive the events of its own changes, since each would cause another one,
+# forever
 
 
 def check_source(options: PgTableOptions, adapter: str, source: SourceView) -> None:
-    """ConfigError if the adapter writes to tables that a start would capture, before anything is created. An unreachable
-    database is ignored here: others report it."""
+    """ConfigError if the adapter writes to tables that a start would capture. Runs before anything is created. Ignores
+    an unreachable database, which others report."""
     if not source.url:
         return
     options, found = options.resolved(), set()

@@ -15,7 +15,7 @@ _COLUMNS = "SELECT attname::text FROM pg_attribute WHERE attrelid = to_regclass(
 
 
 def read_rows(conn: Connection, name: TableName, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-    """All rows; nothing if there is no such table. COPY, because a cast writes other texts (`true` for `t`)."""
+    """All rows; none if the table does not exist. Uses COPY, because a cast writes other texts (`true` for `t`)."""
     known = {column for (column,) in conn.execute(_COLUMNS, (quote_qualified(*name),))}
     if not known:
         return

@@ -1,6 +1,9 @@
-"""Events into PostgreSQL, exactly once: rows and position change in one transaction. The row in the target is the truth
-(`target.py`); the ack in the state directory follows it. The row comes with the first batch. An empty batch moves only the
-ack: databases that mirror each other would never rest otherwise."""
+"""Events into PostgreSQL, exactly once: rows and position change in one transaction.
+
+The position in the target is authoritative (`target.py`); the ack in the state directory follows it. The first batch
+creates the target's record. An empty batch moves only the ack: otherwise databases that mirror each other would never
+come to rest.
+"""
 
 from __future__ import annotations
 
@@ -58,8 +61,8 @@ COLUMNS = {
     "position": "text",
     "transaction": "jsonb",
 }
-"""In the order of an event."""
-_IDS = uuid.UUID("6f1c7a54-2f0e-4c0f-9d5e-8a1d7f5a9c11")  # For the ids of what comes without one
+"""Ordered as in an event."""
+_IDS = uuid.UUID("6f1c7a54-2f0e-4c0f-9d5e-8a1d7f5a9c11")  # Makes ids for events without one
 _NAMES = "ARRAY['id', 'channel', 'operation', 'payload', 'source', 'created_at', 'position']"
 _INSERT = """
 INSERT INTO {table} ({columns})
@@ -70,11 +73,11 @@ FROM (
     AND event - 'transaction' - {names} = jsonb_build_object() THEN event END END AS own FROM {stage}
 ) n WHERE NOT EXISTS (SELECT FROM {table} t WHERE t."id" = coalesce((n.own->>'id')::uuid, n."id"))
 """
-"""`own`: the event, if it is in its own form; any other is kept whole."""
+"""`own`: the event, if it is in our own form; any other form is kept whole."""
 
 
 class PgTableSink(Sink):
-    """One session, one transaction per batch. The mode does the work: `Appender` or `Applier`."""
+    """One session, one transaction per batch. `Appender` or `Applier` does the work, depending on the mode."""
 
     keeps_position: ClassVar[bool] = True
     finds_by_halves: ClassVar[bool] = True
@@ -87,7 +90,7 @@ class PgTableSink(Sink):
         self._conn: Connection | None = None
         self._has_origin = False
         self._said: set[str] = set()
-        self._refused: list[Batch] = []  # Refused events that are not noted at the target yet
+        self._refused: list[Batch] = []  # Refused events that are not recorded at the target yet
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({redact(self._options.db)!r})"
@@ -142,7 +145,7 @@ class PgTableSink(Sink):
         if options.mode == "apply" and options.triggers == "off":
             set_replica(conn, self._say_once)
         if not origin and options.mode == "apply":
-            origin = f"pgcdc_{self.name}_{self._owner[:8]}"  # two pipelines may have such an adapter
+            origin = f"pgcdc_{self.name}_{self._owner[:8]}"  # two pipelines may have an adapter of this name
         self._has_origin = origin not in ("", NO_ORIGIN) and set_origin(
             conn, self.name, origin, self._say_once, is_wanted=bool(options.origin)
         )
@@ -159,7 +162,7 @@ class PgTableSink(Sink):
         return found or (None, set())
 
     def _elsewhere(self) -> Position | None:
-        """Where appending continues in another database than before; None: it is the same."""
+        """Where appending continues if the database has changed; None if it is the same."""
         before = self._context.progress.detail.get("target", self._where)
         return self._context.start if self._appender and tuple(before) != self._where else None
 
@@ -173,7 +176,8 @@ class PgTableSink(Sink):
             batch = batch.after(self._written)
         try:
             with conn.transaction():
-                # First: if another one writes, our view of the target is wrong, and no event is to blame.
+                # First of all: if another process moves the position, our view of the target is wrong, and no event is
+                # to blame.
                 with self._explain("write its position"):
                     self._move(conn, batch.end)
                 tables = self._put(conn, batch)
@@ -220,7 +224,7 @@ class PgTableSink(Sink):
             found, written = self.open(self._context), self._context.progress.written
             if written is not None and (
                 found is None or found < written
-            ):  # the runner opens again, and says what it means
+            ):  # the runner opens again, which explains the problem
                 self.close()
                 where = f"is at {found}, not {written}" if found is not None else "has no row"
                 raise SinkUnavailable(f"{self._positions.title} at the target {where}", "It is looked at again")
@@ -228,7 +232,7 @@ class PgTableSink(Sink):
         return self._conn
 
     def _judged(self, error: psycopg.Error, batch: Batch) -> SinkError:
-        """Whether an event is to blame: the runner finds out which."""
+        """Decide whether an event is to blame. The runner finds out which one."""
         faults = (Blame.EVENT,) if self._appender else (Blame.EVENT, Blame.SHAPE)
         if blame(error) not in faults:
             return explain(self.name, "write", error)
@@ -276,7 +280,7 @@ class PgTableSink(Sink):
 
 
 class Appender:
-    """The table that gets the events."""
+    """The table that receives the events."""
 
     def __init__(self, name: str) -> None:
         schema, table = split_table(name)
@@ -285,7 +289,8 @@ class Appender:
         self._columns = ", ".join(map(quote_identifier, COLUMNS))
 
     def missing(self, conn: Connection) -> list[str]:
-        """The statement that creates the table, unless it exists. SinkError: it has another shape, or is not writable."""
+        """The statement that creates the table, unless it exists. SinkError: it has another shape, or is not
+        writable."""
         rows = conn.execute(
             "SELECT attname::text, attgenerated::text FROM pg_attribute "
             "WHERE attrelid = to_regclass(%s) AND attnum > 0 AND NOT attisdropped",
@@ -316,12 +321,12 @@ class Appender:
             return self.insert_missing(conn, batch)
         for part in batch.events.combine_chunks().to_batches():
             made = {name: part.column(name).cast(pa.string()) for name in COLUMNS}
-            if made["id"].null_count:  # of an event in another envelope only the text is known
+            if made["id"].null_count:  # for an event in another envelope only the text is known
                 made["id"] = pc.coalesce(made["id"], pa.array(_make_ids(part.column("position"))))
             copy_rows(conn, self._quoted, Rows(tuple(made), list(made.values())))
 
     def insert_missing(self, conn: Connection, batch: Batch) -> None:
-        """Append events given as text, unless they exist: the server takes them apart."""
+        """Append events given as text, unless they exist. The server parses them."""
         stage = f"pgcdc_again_{uuid.uuid4().hex[:12]}"
         kinds = '"id" uuid, "position" text, event jsonb'
         conn.execute(f"CREATE TEMP TABLE {stage} ({kinds}) ON COMMIT DROP".encode())
@@ -341,7 +346,7 @@ def _make_ids(positions: pa.Array) -> list[str]:
     return found
 
 
-# --- whether the target can be used
+# --- checks of the target
 
 
 def check_target(conn: Connection, options: PgTableOptions, adapter: str, identity: Identity | None) -> None:

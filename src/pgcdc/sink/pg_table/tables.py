@@ -1,5 +1,7 @@
-"""A table on both sides: the source's description, and the target's catalog. The target's table is created if missing;
-`evolve.py` says how it follows the source's."""
+"""A table on both sides: the source's description, and the target's catalog.
+
+Creates the target's table if it is missing; `evolve.py` makes it follow the source's.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ Details = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class SourceTable:
-    """A source table, from its changes and the history of shapes."""
+    """A source table, described by its changes and the history of shapes."""
 
     name: TableName
     types: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -30,19 +32,19 @@ class SourceTable:
     lost_key: tuple[str, ...] = ()  # Key columns that transforms dropped
     oid: int = 0
     is_key_deferrable: bool = False
-    """Within a transaction several rows may share a key; changes then bring their whole old rows."""
+    """Within a transaction several rows may share a key; changes then contain their whole old rows."""
 
     @property
     def title(self) -> str:
         return name_table(*self.name)
 
     def needs(self, reason: str) -> ReloadNeeded:
-        """Its copy cannot go on."""
+        """The error that its copy cannot continue."""
         return ReloadNeeded(tables={self.oid: (self.title, reason)})
 
 
 def describe_source(relation: Relation, details: Details | None, before: ShapeChange | None = None) -> SourceTable:
-    """A table as its changes have it, after transforms; `before`: as it is before them."""
+    """A table as its changes show it, after transforms; `before`: as it was before them."""
     details = details or {}
     key, lost = _key_of(relation, details), ()  # type: tuple[str, ...], tuple[str, ...]
     if not key and before is not None:
@@ -61,7 +63,7 @@ def _types_of(relation: Relation, details: Details) -> dict[str, tuple[str, ...]
     for column in relation.columns:
         names = [described.get(column.name) or type_name(column.type_oid, column.typmod)]
         info = own.get(column.type_oid)
-        if info is not None and info.is_domain:  # its values are those of the type below
+        if info is not None and info.is_domain:  # its values are those of the base type
             names.append(type_name(info.inner, info.typmod))
         found[column.name] = tuple(names)
     return found
@@ -77,7 +79,7 @@ def _key_of(relation: Relation, details: Details) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class TargetColumn:
-    type: str  # As SQL writes it
+    type: str  # As written in SQL
     is_required: bool  # NOT NULL without a default
     identity: str  # `a` (always), `d` (by default) or empty
     is_generated: bool
@@ -99,7 +101,7 @@ class TargetTable:
         return name_table(*self.name)
 
     def writable(self, names: Iterable[str]) -> list[str]:
-        """The writable ones of the columns: not generated ones."""
+        """The columns that can be written: generated ones cannot."""
         return [name for name in names if not self.columns[name].is_generated]
 
     def is_unique(self, key: Iterable[str]) -> bool:
@@ -109,8 +111,10 @@ class TargetTable:
 
 
 def choose_key(source: SourceTable, target: TargetTable | None, columns: Collection[str]) -> tuple[str, ...]:
-    """The columns that identify rows at the target; empty: the whole row. The source's key; if it has none or transforms
-    dropped it, the target's primary key."""
+    """The columns that identify rows at the target; empty: the whole row.
+
+    The source's key. If it has none or transforms dropped it, the target's primary key.
+    """
     primary = target.primary_key if target is not None else ()
     if source.key or (primary and all(name in columns for name in primary)):
         return source.key or primary
@@ -144,7 +148,7 @@ GROUP BY i.indexrelid, i.indisprimary
 
 
 class Targets:
-    """One session's knowledge of the target's tables. Make a new one after a rollback."""
+    """One session's knowledge of the target's tables. Create a new one after a rollback."""
 
     def __init__(
         self,
@@ -153,14 +157,15 @@ class Targets:
         say: Callable[[str], None],
         were_there: Collection[TableName] = (),
     ) -> None:
-        """`were_there`: tables that the target had. A missing one is not recreated as new: it would lack rows."""
+        """`were_there`: tables that the target had. If one is missing, it is not created as new, since rows would be
+        missing."""
         self.conn, self.options, self.name_of, self._say = conn, options, options.names, say
         self._refused: list[tuple[str, SinkError]] | None = None
         self._known: dict[TableName, TargetTable | None] = {}
-        self.were_there = set(were_there)  # With those written to since; without names that are free by right
+        self.were_there = set(were_there)  # Plus tables written since, minus names given up on purpose
 
     def forget(self, name: TableName) -> None:
-        """It was altered."""
+        """Forget a table that was altered."""
         self._known.pop(name, None)
 
     def forget_all(self) -> None:
@@ -193,7 +198,7 @@ class Targets:
         return TargetTable(name, columns, primary, frozenset(frozenset(names) for _, names in indexes))
 
     def prepare(self, source: SourceTable, columns: Iterable[str], key: tuple[str, ...]) -> TargetTable:
-        """The target's table with all these columns: creates what is missing, if allowed."""
+        """The target's table with all these columns. Creates what is missing, if allowed."""
         name = self.name_of(source.name)
         target = self.find(name)
         if target is None:
@@ -219,7 +224,7 @@ class Targets:
     def create(self, source: SourceTable, name: TableName, columns: Iterable[str], key: tuple[str, ...]) -> TargetTable:
         title = name_table(*name)
         types, note = self.types(source, columns)
-        # Nothing but the key is NOT NULL: what the source allows may change.
+        # Only the key is NOT NULL: what the source allows may change.
         listed = [f"{quote_identifier(column)} {kind}" for column, kind in types.items()]
         if key:
             listed.append(f"PRIMARY KEY ({', '.join(map(quote_identifier, key))})")
@@ -244,7 +249,7 @@ class Targets:
             self.run(statement, action, f"{statement} AUTHORIZATION {self._role}")
 
     def types(self, source: SourceTable, columns: Iterable[str]) -> tuple[dict[str, str], str]:
-        """Each column's type (a transform's columns are text), and a note on those that become text."""
+        """Each column's type (columns added by transforms are text), and a note on columns that become text."""
         wanted = {column: source.types.get(column, ()) for column in columns}
         known = self.existing(text for names in wanted.values() for text in names)
         types = {column: next((text for text in names if text in known), "text") for column, names in wanted.items()}
@@ -255,7 +260,7 @@ class Targets:
         query = "SELECT t FROM unnest(%s::text[]) AS t WHERE to_regtype(t) IS NOT NULL"
         asked = sorted(
             {text for text in types if not text.startswith("oid ")}
-        )  # one that the catalog was not asked for
+        )  # a type that the catalog was not asked for
         return {text for (text,) in self.conn.execute(query, (asked,))}
 
     def load_again(self, name: TableName) -> TargetTable:
@@ -273,8 +278,12 @@ class Targets:
 
     @contextmanager
     def together(self, owned: TargetTable | None = None) -> Iterator[None]:
-        """What this role may not do in it is advised as a whole: behind the first refusal no statement runs. `owned`: the
-        target would not show that somebody else has run them, so this role has to own the table."""
+        """Collects statements that this role may not run and advises on them together: after the first refusal no
+        statement runs.
+
+        `owned`: this role must own the table, because the target would not show that another role has run the
+        statements.
+        """
         self._refused = []
         try:
             yield
@@ -290,7 +299,7 @@ class Targets:
             raise SinkError(error.message, advice) from error.__cause__
 
     def run(self, statement: str, action: str, remedy: str = "") -> None:
-        """`remedy`: what somebody with more rights runs instead."""
+        """Run a statement. `remedy`: what a user with more rights can run instead."""
         remedy = remedy or statement
         if self._refused:
             self._refused.append((remedy, self._refused[0][1]))
@@ -306,7 +315,8 @@ class Targets:
             self._refused.append((remedy, refusal))
 
     def truncate(self, targets: Sequence[TargetTable]) -> None:
-        """Empty tables, all at once: they may reference each other. FeatureNotSupported: another one refers to them."""
+        """Empty all these tables together, since they may reference each other. FeatureNotSupported: another table
+        refers to them."""
         listed = ", ".join(target.sql for target in targets)
         try:
             with self.conn.transaction():

@@ -1,22 +1,22 @@
-"""The target's database: sessions, what its errors mean for a batch, and the tables of our own in it.
+"""The target's database: sessions, what its errors mean for a batch, and our own tables in it.
 
-A session of the apply mode fires no triggers and checks no foreign keys (`session_replication_role`), since the source
-has done both; and its changes carry a replication origin, by which a capture of the target can leave them out.
-Both need rights that not every role has. Without them the adapter continues, and says so.
+In apply mode a session fires no triggers and checks no foreign keys (`session_replication_role`), because the source
+already did both. Its changes carry a replication origin, which lets a capture of the target leave them out.
+Both need rights that not every role has. Without them the adapter continues, and reports it.
 
-| class of SQLSTATE | meaning | what becomes of it |
+| class of SQLSTATE | meaning | consequence |
 | --- | --- | --- |
-| none, 08, 40, 53, 55P03, 55006, 57, 58, 25006, 25P03, 25P04 | connection, deadlock, full, locked, read-only | tried again |
-| 21, 22, 23, 44, 54, P0 | a value, a constraint, a limit, a trigger that says no | an event is to blame |
-| 42701, 42703, 42804, 42P01, 42P07, 428C9 | a table is not as expected | applied: an event is to blame; else stop |
-| anything else | rights, shape, a defect | stop |
+| none, 08, 40, 53, 55P03, 55006, 57, 58, 25006, 25P03, 25P04 | connection, deadlock, full, locked, read-only | retry |
+| 21, 22, 23, 44, 54, P0 | a value, a constraint, a limit, a trigger that refuses | an event is to blame |
+| 42701, 42703, 42804, 42P01, 42P07, 428C9 | a table is not as expected | apply mode: an event is to blame; else stop |
+| anything else | rights, shape, a bug | stop |
 
-`pgcdc_positions` says how far an adapter is: a row that changes in the same transaction as what it is about. So nothing can
-be there twice or be missing, whatever crashes when. The ack in the state directory follows the row. The row is compared
-when it is changed: a process that was taken for dead cannot write over the one that came after it.
+`pgcdc_positions` records how far an adapter is. Its row changes in the same transaction as the data, so nothing can be
+duplicated or missing after a crash. The ack in the state directory follows the row. Every change of the row compares its
+old value first, so a process that was assumed dead cannot overwrite its successor.
 
-`pgcdc_rejected` says which keys have an event in the dead letters, so that a replay never puts an old row over a newer one.
-It is made with the first reject; while it has no row that waits, it costs nothing.
+`pgcdc_rejected` lists the keys that have an event in the dead letters, so that a replay never overwrites a newer row with an
+old one. It is created with the first reject; while it has no waiting rows, it costs nothing.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ _SETTINGS = {
 
 
 def connect_target(adapter: str, url: str, timeout_s: float) -> Connection:
-    """A session in autocommit; one write may take `timeout_s`. SinkUnavailable: not now; SinkError: not with this URL."""
+    """A session in autocommit; one write may take `timeout_s`. SinkUnavailable: not now; SinkError: not with this
+    URL."""
     name = f"pgcdc {adapter}"[:_NAME_BYTES]
     try:
         conn = connect(url, application_name=name, connect_timeout_s=max(2, min(10, int(timeout_s / 2))))
@@ -70,9 +71,10 @@ def connect_target(adapter: str, url: str, timeout_s: float) -> Connection:
         raise kind(f"adapter {adapter}: {error.message}", error.advice) from None
     settings = {**_SETTINGS, "lock_timeout": f"{int(1000 * min(LOCK_TIMEOUT_S, timeout_s / 2))}ms"}
     calls = [f"set_config({quote_literal(name)}, {quote_literal(value)}, false)" for name, value in settings.items()]
-    # What is acknowledged must survive a crash of the target; stricter settings of the role or the URL stay.
+    # Acknowledged data must survive a crash of the target. Stricter settings of the role or URL are kept.
     keep = "coalesce(nullif(current_setting('synchronous_commit'), 'off'), 'on')"
-    # For a few thousand keys the default reads a whole table of millions, though their pages are near each other or cached.
+    # For a few thousand keys, the default settings scan a whole table of millions, although the pages are close
+    # together or cached.
     cost = "least(current_setting('random_page_cost')::float8, 1.1 * current_setting('seq_page_cost')::float8)::text"
     calls += [f"set_config('synchronous_commit', {keep}, false)", f"set_config('random_page_cost', {cost}, false)"]
     try:
@@ -96,8 +98,8 @@ def set_replica(conn: Connection, say: Say) -> None:
 
 
 def set_origin(conn: Connection, adapter: str, origin: str, say: Say, *, is_wanted: bool) -> bool:
-    """Use a replication origin; returns whether this role may. `is_wanted`: the user named it, and a refusal is a
-    SinkError."""
+    """Use a replication origin; returns whether this role may. `is_wanted`: the user named the origin, so a refusal is
+    a SinkError."""
     try:
         conn.execute(
             "SELECT pg_replication_origin_create(%s) WHERE pg_replication_origin_oid(%s) IS NULL", (origin, origin)
@@ -126,7 +128,7 @@ def set_origin(conn: Connection, adapter: str, origin: str, say: Say, *, is_want
 
 
 class RowFault(psycopg.DataError):
-    """A row that cannot be applied, in our own judgement: the target did not refuse it."""
+    """A row that cannot be applied in our own judgement: the target did not refuse it."""
 
     sqlstate = "22000"
 
@@ -175,7 +177,7 @@ def blame(error: psycopg.Error) -> Blame:
 
 
 def kind_of(error: psycopg.Error) -> str:
-    """The SQLSTATE's name in PostgreSQL's manual: `not_null_violation`."""
+    """The name of the SQLSTATE in PostgreSQL's manual, such as `not_null_violation`."""
     if error.sqlstate is None:
         return "connection_lost"
     try:
@@ -186,12 +188,12 @@ def kind_of(error: psycopg.Error) -> str:
 
 
 def describe(error: psycopg.Error) -> str:
-    """The server's message in one line, without the row's values (they are in the event)."""
+    """The server's message on one line, without the row's values (they are in the event)."""
     return " ".join((error.diag.message_primary or str(error) or type(error).__name__).split())
 
 
 def explain(adapter: str, action: str, error: psycopg.Error) -> SinkError:
-    """Our error for one of the target: it may pass, or the pipeline stops."""
+    """Our error for an error of the target: it is temporary, or the pipeline stops."""
     text = f"adapter {adapter} cannot {action}: {describe(error)}"
     advice = _ADVICE.get(error.sqlstate or "")
     if blame(error) is Blame.TARGET_NOW:
@@ -200,12 +202,12 @@ def explain(adapter: str, action: str, error: psycopg.Error) -> SinkError:
 
 
 def is_conflict(error: psycopg.Error) -> bool:
-    """Whether the order of changes may be the cause: one by one they may pass."""
+    """Whether the order of changes may be the cause, so that single changes may succeed."""
     return isinstance(error, _CONFLICTS)
 
 
 def describe_fault(error: psycopg.Error, table: str) -> tuple[str, str]:
-    """Kind and text of a reject: names the column, and the advice if a transform is behind it."""
+    """Kind and text of a reject. Names the column, and adds advice if a transform causes the problem."""
     if isinstance(error, RowFault):
         return error.kind, str(error)
     found = _COLUMN.search(error.diag.context or "")
@@ -270,7 +272,8 @@ class Positions:
         return found
 
     def begin(self, conn: Connection, owner: str, position: Position, source: str, *, may_exist: bool = False) -> None:
-        """Create the row in its data's transaction; `may_exist`: or move it. SinkUnavailable: another was faster."""
+        """Create the row in the data's transaction; `may_exist`: or move it. SinkUnavailable: another process was
+        faster."""
         columns = 'adapter, stream, owner, "position", source'
         moved = '(adapter, stream) DO UPDATE SET "position" = excluded."position", updated_at = now(), tables = NULL'
         query = (
@@ -281,7 +284,7 @@ class Positions:
         self._write(conn, query, (*self._key, owner, str(position), source, self.adapter, owner), "already has a row")
 
     def advance(self, conn: Connection, owner: str, before: Position, after: Position) -> None:
-        """Move the row in its data's transaction. SinkUnavailable: it is not where we left it."""
+        """Move the row in the data's transaction. SinkUnavailable: it is not where we left it."""
         query = (
             f'UPDATE {self.quoted} SET "position" = %s, updated_at = now() '
             f'WHERE {_MINE} AND owner = %s AND "position" = %s'
@@ -296,7 +299,7 @@ class Positions:
             )
 
     def note_tables(self, conn: Connection, tables: Iterable[TableName]) -> None:
-        """Remember the existing tables, in the transaction that saw them."""
+        """Record the existing tables, in the transaction that saw them."""
         names = [part for name in sorted(tables) for part in name]
         conn.execute(f"UPDATE {self.quoted} SET tables = %s WHERE {_MINE}".encode(), (names, *self._key))
 
@@ -306,12 +309,13 @@ class Positions:
 
 class Effect(NamedTuple):
     table: str
-    key: str  # As JSON; empty for a table without one
+    key: str  # As JSON; empty for a table without a key
     position: str
 
 
 class Rejected:
-    """The rows of one adapter and stream in `pgcdc_rejected`: one for each key of an event that may still be replayed."""
+    """The rows of one adapter and stream in `pgcdc_rejected`: one for each key of an event that may still be
+    replayed."""
 
     def __init__(self, schema: str, key: tuple[str, str]) -> None:
         self._table = quote_qualified(schema, "pgcdc_rejected")
@@ -340,8 +344,8 @@ class Rejected:
         self.look(conn)
 
     def supersede(self, conn: Connection, newest: Mapping[tuple[str, str], str], cleared: Mapping[str, str]) -> None:
-        """These keys changed at these positions, and all rows of `cleared` tables went at theirs: earlier rejects are no
-        longer replayed to them."""
+        """Record that these keys changed at these positions, and that tables were emptied at those in `cleared`.
+        Earlier rejects are no longer replayed to these rows."""
         gone: list[tuple[str, ...]] = []
         for (table, key), positions in self.waiting.items():
             by = max((newest.get((table, key), "") if key else ""), cleared.get(table, ""))
@@ -352,17 +356,17 @@ class Rejected:
             self.look(conn)
 
     def follow(self, conn: Connection, old: str, new: str) -> None:
-        """A table was renamed."""
+        """Apply the rename of a table."""
         if old != new:
             query = f'UPDATE {self._table} SET "table" = %s WHERE {_MINE} AND "table" = %s'
             conn.execute(query.encode(), (new, *self._key, old))
             self.look(conn)
 
     def keys_of(self, position: str) -> set[str]:
-        """The keys to which this event may still be applied. Empty: done, or superseded."""
+        """The keys to which this event may still be applied. Empty: it is done or superseded."""
         return {key for (_, key), positions in self.waiting.items() if position in positions}
 
     def forget(self, conn: Connection, position: str) -> None:
-        """An event was replayed."""
+        """Remove an event that was replayed."""
         conn.execute(f'DELETE FROM {self._table} WHERE {_MINE} AND "position" = %s'.encode(), (*self._key, position))
         self.look(conn)

@@ -1,5 +1,8 @@
-"""Writes folded changes to the target's tables in few statements. Rows go by COPY to a temporary table with the target's
-types, from which a statement takes them. Rows that should be new go straight to the target's table."""
+"""Writes folded changes to the target's tables in few statements.
+
+Rows go by COPY to a temporary table with the target's types, from which a statement writes them. Rows that should be
+new go straight to the target's table.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from pgcdc.sink.pg_table.fold import Folded, Rows
 from pgcdc.sink.pg_table.tables import SourceTable, Targets, TargetTable
 from pgcdc.sink.pg_table.target import RowFault
 
-MERGE_TELLS_SINCE = 170000  # The first version whose MERGE says what it did
+MERGE_TELLS_SINCE = 170000  # The first version whose MERGE reports what it did
 MOST_TABLES = 32  # The most staging tables of a session: each commit empties all of them, at 0.4 ms each
 PIECE_BYTES = 1 << 19  # Small enough that the server reads the first rows while we write the last
 _ESCAPES = {"\\": "\\\\", "\t": "\\t", "\n": "\\n", "\r": "\\r"}
@@ -25,26 +28,26 @@ _REFERRED = (psycopg.errors.ForeignKeyViolation, psycopg.errors.RestrictViolatio
 
 
 class Writer:
-    """One session's way to the target's tables."""
+    """Writes to the target's tables through one session."""
 
     def __init__(self, conn: Connection, targets: Targets) -> None:
         self._conn, self.targets = conn, targets
-        self._staging: set[str] = set()  # The known temporary tables of this session
-        self._used: set[str] = set()  # Those with rows of this transaction
+        self._staging: set[str] = set()  # The temporary tables of this session that we know
+        self._used: set[str] = set()  # The ones with rows of this transaction
         self._met: set[tuple[str, str]] = set()
-        """Tables that had rows which should be new: no plain COPY for them again."""
-        self.missed: Counter[str] = Counter()  # By table: rows to update or delete that were missing
+        """Tables where rows that should have been new already existed. They get no plain COPY again."""
+        self.missed: Counter[str] = Counter()  # By table: missing rows that were to be updated or deleted
 
     def begin(self) -> None:
-        """A transaction begins: temporary tables are empty."""
+        """Start a transaction, in which temporary tables are empty."""
         self._used.clear()
 
     def forget(self, source: SourceTable) -> None:
-        """Its table is empty: rows are new again."""
+        """The table was emptied, so its rows are new again."""
         self._met.discard(self.targets.name_of(source.name))
 
     def truncate(self, sources: Iterable[SourceTable]) -> None:
-        """Empty tables, all at once: they may reference each other."""
+        """Empty all these tables together, since they may reference each other."""
         targets = [target for source in sources if (target := self.targets.of(source)) is not None]
         if not targets:
             return
@@ -70,7 +73,7 @@ class Writer:
         gone = [rows for rows in (folded.gone, folded.undone) if rows is not None]
         if not folded.columns and self.targets.of(source) is None:
             self._miss(source, len(folded.gone or ()))
-            return  # a table that is not there has nothing to delete
+            return  # a missing table has nothing to delete
         columns = dict.fromkeys([*folded.columns, *(name for rows in gone for name in rows.columns)])
         target = self.targets.prepare(source, list(columns), key)
         if folded.gone is not None:
@@ -87,7 +90,7 @@ class Writer:
             self._insert(target, folded.fresh, key)
 
     def resize(self, source: SourceTable, more: int) -> None:
-        """Add rows to a table without columns, or delete any of its rows."""
+        """Add rows to a table without columns, or delete that many of its rows."""
         table = self.targets.prepare(source, [], ()).sql
         if more > 0:
             self._run(f"INSERT INTO {table} SELECT FROM generate_series(1, {more})")
@@ -105,7 +108,7 @@ class Writer:
         return self._run(_delete(target, stage, columns, key) if key else _delete_rows(target, stage, columns))
 
     def _put(self, target: TargetTable, rows: Rows, key: tuple[str, ...]) -> int:
-        """Update rows and insert those that are missing; returns how many were there."""
+        """Update rows and insert the missing ones. Returns how many existed."""
         stage, columns = self._stage(target, rows)
         made_way = self._run(_make_way(target, stage, columns, key)) if _fixed(target, columns, key) else 0
         if self._conn.info.server_version >= MERGE_TELLS_SINCE:
@@ -128,7 +131,7 @@ class Writer:
         self._run(_merge(target, stage, columns, key))
 
     def _insert(self, target: TargetTable, rows: Rows, key: tuple[str, ...]) -> None:
-        """Rows that should be new: if some are not, all are merged."""
+        """Insert rows that should be new. If some already exist, merge all of them."""
         new = rows.only(target.writable(rows.columns))
         if not new.columns:
             raise RowFault("no_columns", f"rows of table {target.title} have no column that could be written")
@@ -145,7 +148,7 @@ class Writer:
         self._merge(target, rows, key)
 
     def move(self, source: SourceTable, old: dict[str, str | None], row: dict[str, str | None]) -> bool:
-        """Give a target row another key and its other new values; returns whether the row existed."""
+        """Give a target row another key and its other new values. Returns whether the row existed."""
         target = self.targets.prepare(source, row, tuple(old))
 
         def terms(values: dict[str, str | None], names: Iterable[str]) -> list[str]:
@@ -166,18 +169,20 @@ class Writer:
         )
 
     def _run(self, statement: str) -> int:
-        """Planned each time: tables grow, and a plan for a small one would be kept."""
+        """Run a statement without a prepared plan: tables grow, and a plan made for a small one would be kept."""
         return self._conn.execute(statement.encode(), prepare=False).rowcount
 
     def _stage(self, target: TargetTable, rows: Rows) -> tuple[str, tuple[str, ...]]:
-        """Put rows into a temporary table with only the target's types; returns its SQL name and columns. The name follows
-        from the columns: after a rollback nobody knows which tables are left."""
+        """Put rows into a temporary table that has only the target's types. Returns its SQL name and columns.
+
+        The name is derived from the columns, because after a rollback we do not know which tables exist.
+        """
         rows = rows.only(target.writable(rows.columns))
         columns = ", ".join(f"{quote_identifier(name)} {target.columns[name].type}" for name in rows.columns)
         name = f"pgcdc_stage_{hashlib.sha256(columns.encode()).hexdigest()[:16]}"
         is_known = name in self._staging
         if not is_known:
-            # Also those left in the session by an earlier writer.
+            # Includes those that an earlier writer left in the session.
             query = "SELECT count(*) FROM pg_class WHERE relnamespace = pg_my_temp_schema() AND relkind = 'r'"
             found = self._conn.execute(query).fetchone()
             if found is not None and found[0] >= MOST_TABLES:
@@ -239,7 +244,7 @@ def _matches(key: Iterable[str]) -> str:
 
 
 def _fixed(target: TargetTable, columns: Iterable[str], key: Sequence[str]) -> list[str]:
-    """Columns beside the key that can be inserted but never updated."""
+    """Columns outside the key that can be inserted but never updated."""
     return [column for column in columns if target.columns[column].identity == "a" and column not in key]
 
 
@@ -249,7 +254,7 @@ def _sets(target: TargetTable, columns: Iterable[str], key: Sequence[str]) -> st
 
 
 def _merge(target: TargetTable, stage: str, columns: Sequence[str], key: Sequence[str]) -> str:
-    """Existing rows become those of the staging table, the others are inserted."""
+    """Update existing rows from the staging table, and insert the others."""
     sets = _sets(target, columns, key)
     return (
         f"MERGE INTO {target.sql} AS t USING {stage} AS s ON {_matches(key)} "
@@ -277,8 +282,8 @@ def _make_way(target: TargetTable, stage: str, columns: Sequence[str], key: Sequ
 
 
 def _patch(target: TargetTable, stage: str, columns: Sequence[str], key: Sequence[str]) -> str:
-    """Update rows with the staging table's values. A row whose fixed column differs is not found: it is refused, like a
-    missing one."""
+    """Update rows with the staging table's values. A row whose fixed column differs does not match, so it is refused
+    like a missing one."""
     sets = _sets(target, columns, key) or f"{quote_identifier(key[0])} = s.{quote_identifier(key[0])}"
     where = _matches([*key, *_fixed(target, columns, key)])
     return f"UPDATE {target.sql} AS t SET {sets} FROM {stage} AS s WHERE {where}"
@@ -297,8 +302,8 @@ def _delete(target: TargetTable, stage: str, columns: Sequence[str], key: Sequen
 
 
 def _delete_rows(target: TargetTable, stage: str, columns: Sequence[str]) -> str:
-    """Delete one equal row for each row of the staging table. Equal as PostgreSQL writes them: also NaN and json, and 1.0 is
-    not 1.00."""
+    """Delete one equal row for each row of the staging table. Compares texts as PostgreSQL writes them, so it handles
+    NaN and json, and 1.0 differs from 1.00."""
     there, here = _row(columns, "t."), _row(columns, "s.")
     number = "row_number() OVER (PARTITION BY {})".format
     return (
