@@ -59,7 +59,7 @@ class TableChanges:
     old: list[pa.Array]  # The values before the change, as far as `old_kind` says
     old_kind: npt.NDArray[np.uint8]  # See `core.operation.OldKind`
     unchanged: list[Bools | None]
-    """For each column, where its new value is unchanged TOAST: not sent, so null in `new` does not mean NULL."""
+    """For each column, which new values are unchanged TOAST: they were not sent, so null in `new` does not mean NULL."""
     old_unchanged: list[Bools | None]
 
     def __len__(self) -> int:

@@ -40,14 +40,14 @@ EVENT_COLUMNS = {
     "origin": "string",
 }  # Types in Spark's notation
 CHANGEABLE = ("channel", "operation", "schema", "table", "row", "old", "unchanged_toast_columns")
-"""What transforms may change. An event's identity never changes: id, position, time and transaction."""
+"""The columns that transforms may change. An event's identity never changes: id, position, time and transaction."""
 TEXT_COLUMNS = {"json": "string", "line": "string"}
-"""The whole event as JSON text, without and with a newline: only on request."""
+"""The whole event as JSON text, without and with a newline. Only on request."""
 SHAPE_COLUMNS = {"shape": "string", "table_ordinal": "bigint"}
 """For envelopes, only on request: the table's shape as JSON (`read_shape`), and the change's number (from 1) among its
 transaction's changes of this table."""
 KEY_COLUMNS = {"key": "map<string,string>", "key_hash": "bigint", "is_barrier": "boolean"}
-"""Which events must stay in order (`event.forms`): only on request."""
+"""Which events must stay in order (`event.forms`). Only on request."""
 EVENT_SCHEMA = ", ".join(f"{name} {kind.upper()}" for name, kind in EVENT_COLUMNS.items())
 """The columns of an event, as Spark DDL."""
 SHAPE_SCHEMA = "".join(f", {name} {kind.upper()}" for name, kind in SHAPE_COLUMNS.items())

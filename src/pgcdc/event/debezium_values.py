@@ -135,7 +135,7 @@ def _base64(data: bytes) -> str:
 
 
 def _base64_number(digits: str) -> str:
-    """The bytes of an integer, as few as needed, big-endian, in two's complement."""
+    """The bytes of an integer: as few as possible, big-endian, two's complement."""
     if not re.fullmatch("-?[0-9]+", digits, re.ASCII):
         raise ValueError(digits)
     number = int(digits)

@@ -304,7 +304,7 @@ def _diff_rows(
         ]
         if meant[0] != meant[1]:
             yield {"type": "published_changed", "old": rules[0], "new": rules[1]}
-    # A different entry, or one altered since: the table may have had none for a while, even if nobody looked then.
+    # A different entry, or one altered since: the table may have had none for a while, even if we did not look then.
     is_altered = after.get("member_since") != before.get("member_since", after.get("member_since"))
     if "member" in before and after.get("member", 0) != 0 and (is_altered or after["member"] != before["member"]):
         yield {"type": "updates_published"}

@@ -31,7 +31,7 @@ CHUNK_BYTES = 1 << 20
 
 
 class SpoolWriter:
-    """Owns the spool's folder. One writer at a time: the capture process holds the slot's lock."""
+    """Owns the spool's folder. There is one writer at a time: the capture process holds the slot's lock."""
 
     def __init__(self, folder: Path, base: Position, token: Token = NO_TOKEN) -> None:
         """Open the spool, keep what is intact, cut off the rest. Nothing before `base` is needed: an empty spool begins

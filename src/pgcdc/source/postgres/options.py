@@ -44,7 +44,7 @@ SnapshotMode = Literal["initial", "never", "always", "initial_only"]
 
 
 class WireOptions(Options):
-    """What the server is asked for beside the rows of committed transactions."""
+    """What to request from the server besides the rows of committed transactions."""
 
     streaming: bool | None = setting(
         None,
@@ -87,7 +87,7 @@ class WireOptions(Options):
 
 
 class ToastOptions(Options):
-    """What to do with long values that PostgreSQL does not send because an update left them as they were."""
+    """How to handle long values that PostgreSQL does not send because an update did not change them."""
 
     toast: Literal["full", "cache", "mark"] = setting(
         "mark", "Long values that an update left alone: full (old row), cache, or mark.", EVENTS, metavar="MODE"
@@ -102,7 +102,7 @@ class ToastOptions(Options):
 
 
 class PostgresOptions(SourceOptions, Selection, WireOptions, ToastOptions):
-    """A PostgreSQL database: how to reach it, our place in it, and what of it is captured."""
+    """A PostgreSQL database: how to reach it, our slot in it, and what to capture."""
 
     kind: ClassVar[str] = "postgres"
     spark_names: ClassVar[Mapping[str, str]] = {"url": "db", "slot": "slot_name"}

@@ -1,8 +1,8 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False, cdivision=True
 """`PythonCopyBuffer` in C. Read that one first: this file has the same steps in the same order.
 
-A line is written after the held rows, and counted only when it is complete. Undoing a line never grows the buffers:
-room for the whole line is made before its first value is copied.
+A line is written after the held rows, and counted only when it is complete. Removing escapes never makes a
+value longer, so room for the whole line is made before its first value is copied.
 """
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer

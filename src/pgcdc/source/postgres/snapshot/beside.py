@@ -99,7 +99,7 @@ class BesideStream:
 
     @property
     def target_lsn(self) -> int:
-        """How far the stream must come; 0 if that does not matter."""
+        """The LSN that the stream must reach; 0 if none is required."""
         read = self._attempt.read if self._attempt is not None else None
         return read.lsn if read is not None else 0
 

@@ -162,8 +162,8 @@ def lock_chunks(conn: Connection, chunks: Sequence[Chunk]) -> None:
         try:
             with conn.transaction():
                 conn.execute(f"LOCK TABLE {chunk.source} IN ACCESS SHARE MODE".encode())
-        # rights on some columns only: a query is allowed where LOCK is not
         except psycopg.errors.InsufficientPrivilege:
+            # The rights cover only some columns: a query is allowed where LOCK is not.
             conn.execute(f"SELECT FROM {chunk.source} LIMIT 0".encode())
     for chunk in chunks:
         if chunk.filenode and _filenode(conn, chunk) != chunk.filenode:

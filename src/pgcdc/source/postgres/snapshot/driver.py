@@ -112,7 +112,7 @@ class Snapshots:
 
     @property
     def initial_end(self) -> Position | None:
-        """The end of the initial snapshot's rows; the start without one, None while it runs."""
+        """The end of the initial snapshot's rows; position zero if there was none, None while it is running."""
         if self.is_first:
             return None
         done = self.queue.initial.completed
@@ -162,7 +162,7 @@ class Snapshots:
         return None
 
     def _unread(self) -> Iterator[tuple[PlannedTable, str]]:
-        """What to read next. Tables with a key stage a limited amount; others are staged whole."""
+        """What to read next. Tables with a key stage a limited amount; others are staged completely."""
         tables = self.queue.initial.unfinished
         staged_bytes = sum(one.written[0] for table in tables if table.published.key for one in table.staged.values())
         taken = {order.id for order in self.readers.orders if isinstance(order, StageOrder)}

@@ -41,13 +41,13 @@ class Marks:
 
     @property
     def target_lsn(self) -> int:
-        """How far the stream must come; 0 if that does not matter."""
+        """The LSN that the stream must reach; 0 if none is required."""
         return max((one.lsn for one in self._asked), default=0)
 
     def ask(
         self, lsn: int, make: Callable[[], Mark | None], done: Callable[[Release], object] = lambda release: None
     ) -> None:
-        """When the stream has passed `lsn`, `make` says what to release (None: nothing), and `done` gets the release."""
+        """When the stream has passed `lsn`, `make` returns what to release (None: nothing); `done` gets the release."""
         self._asked.append(_Asked(lsn, make, done))
 
     def step(self, end: Position, *, may_work: bool) -> Release | None:

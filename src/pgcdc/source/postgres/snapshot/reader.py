@@ -227,8 +227,8 @@ class Reader:
         try:
             with conn.transaction():
                 conn.execute(f"LOCK TABLE {known.source} IN ACCESS SHARE MODE".encode())
-        # rights on some columns only: a query is allowed where LOCK is not
         except psycopg.errors.InsufficientPrivilege:
+            # The rights cover only some columns: a query is allowed where LOCK is not.
             conn.execute("COMMIT")
             conn.execute("BEGIN ISOLATION LEVEL READ COMMITTED READ ONLY")
             conn.execute(_SHOW_ALL)

@@ -143,7 +143,7 @@ class Reloads:
 
     @property
     def target_lsn(self) -> int:
-        """How far the stream must come; 0 if that does not matter."""
+        """The LSN that the stream must reach; 0 if none is required."""
         return self._job.read.lsn if self._job is not None and self._job.read is not None else 0
 
     def due_s(self) -> float:

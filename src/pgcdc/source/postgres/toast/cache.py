@@ -123,7 +123,7 @@ class ToastCache:
             self._state.garbage[gone.prefix] = lsn
 
     def get(self, full: bytes) -> bytes | None:
-        """The stored entry of a key, for `values_of`, `put`, `keep_young` and `remove`."""
+        """The stored entry of a key, as input for `put`, `renew` and `remove`."""
         found = self._pending.get(full, _NOT_PENDING)
         return self._txn.get(full, None, self._entry) if found is _NOT_PENDING else found  # type: ignore[return-value]
 
@@ -222,7 +222,7 @@ class ToastCache:
         hit("toast.after_write")
 
     def make_durable(self) -> None:
-        """When this returns, what `advance` covered survives a crash of the machine."""
+        """Make everything that `advance` covered survive a crash of the machine."""
         if self._log.sync():
             hit("toast.after_sync")
 

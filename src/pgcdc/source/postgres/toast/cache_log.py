@@ -39,7 +39,7 @@ class Generation:
     number: int
     shape: str  # The relation's shape: another shape starts another generation
     stamp: str
-    stamp_lsn: int  # The catalog's stamp of the table, and an LSN at which it held
+    stamp_lsn: int  # The catalog's stamp of the table, and an LSN at which it was current
     first_lsn: int  # The first change that was stored
     is_proven: bool = False  # The stream has shown that nothing happened unseen between `first_lsn` and `stamp_lsn`
 

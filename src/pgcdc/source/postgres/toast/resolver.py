@@ -62,7 +62,7 @@ class ToastStep:
                 self._take_facts(*self._catalog.read_all(sql), self._cache)
 
     def resolve(self, batch: CaptureBatch, sql: Connection) -> Iterator[CaptureBatch]:
-        """The batch with resolved values; in pieces if it has grown much."""
+        """The batch with resolved values; in several pieces if it has grown much."""
         part, cache = batch.part, self._cache
         if part is None:
             if cache is not None:

@@ -396,7 +396,7 @@ class Assembler:
         self._prepared.see(end_lsn)
 
     def _decide(self, transaction: Transaction, end_lsn: int, commit_time: int, is_old: bool) -> None:
-        """A transaction that was set aside has committed."""
+        """Handle the commit of a transaction that was set aside."""
         if self._committed and not is_old:
             self._seal_shared(None)
         self._tell(transaction)

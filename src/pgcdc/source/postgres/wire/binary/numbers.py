@@ -120,7 +120,7 @@ def bool_text(data: bytes) -> bytes:
 
 
 def char_text(data: bytes) -> bytes:
-    """The type "char": one byte, nothing for zero, octal if it is not ASCII."""
+    """The type "char": one byte; empty for zero, octal if it is not ASCII."""
     byte = sized(data, 1)[0]
     return data if 0 < byte < 0x80 else b"\\%03o" % byte if byte else b""
 
