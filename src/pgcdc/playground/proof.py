@@ -1,5 +1,7 @@
-"""The playground's proof: the delivered events, applied in order, give the content of the database. Both sides hold
-PostgreSQL's text as the stream carries it, so they can be compared byte for byte."""
+"""The playground's proof: the delivered events, applied in order, produce the content of the database.
+
+Both sides hold PostgreSQL's text as in the stream, so they can be compared byte for byte.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ Key = tuple[str | None, ...]
 Row = dict[str, str | None]
 Tables = dict[str, dict[Key, Row]]
 
-# With the stream's settings: the same value must be the same text on both sides.
+# The stream's settings: a value must have the same text on both sides.
 _SESSION = """
     SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY; SET LOCAL TimeZone = 'UTC'; SET LOCAL DateStyle = 'ISO';
     SET LOCAL IntervalStyle = 'iso_8601'; SET LOCAL extra_float_digits = 3; SET LOCAL bytea_output = 'hex'
@@ -31,10 +33,10 @@ _COLUMNS = """
 
 
 class Rules:
-    """Impossible events: a row inserted twice, or a change of a missing row."""
+    """Finds impossible events: a row inserted twice, or a change of a missing row."""
 
     def fault(self, event: Mapping[str, Any], rows: Mapping[Key, Row], key: Key, previous: Row | None) -> str | None:
-        """What is wrong with an event of the row `key`. `previous` was taken out of the table's `rows`."""
+        """What is wrong with an event for the row `key`. `previous` was taken out of the table's `rows`."""
         if event["operation"] in ("INSERT", "SNAPSHOT"):
             return "exists" if previous is not None else None
         if event["operation"] == "UPDATE" and key in rows:
@@ -42,15 +44,18 @@ class Rules:
         return "does not exist" if previous is None else None
 
     def observe(self, event: Mapping[str, Any], tables: Tables) -> None:
-        """An event that changes no row."""
+        """Called for an event that changes no row."""
 
 
 def fold_events(
     events: Iterable[Mapping[str, Any]], keys: Mapping[str, Sequence[str]], rules: Rules | None = None
 ) -> Tables:
-    """The tables after applying JSON events in order. `keys` maps "schema.table" to its key columns. A table without key
-    columns is a bag of rows with inserts only. A column in `_unchanged_toast_columns` keeps its previous value; an unknown
-    one stays absent, which `differences` reports. ValueError: the rules call an event impossible."""
+    """The tables after applying JSON events in order. `keys` maps "schema.table" to its key columns.
+
+    A table without key columns is a bag of rows with inserts only. A column in `_unchanged_toast_columns` keeps its
+    previous value; an unknown one stays absent, which `differences` reports. ValueError: the rules call an event
+    impossible.
+    """
     tables: Tables = {}
     for event in events:
         operation, payload = event["operation"], event["payload"]
@@ -95,7 +100,7 @@ def table_of(event: Mapping[str, Any]) -> str:
 
 
 def check_sequence(events: Iterable[Mapping[str, Any]], faults: list[str]) -> Iterator[Mapping[str, Any]]:
-    """The same events; repeated and misplaced ones are added to `faults`."""
+    """Pass the events on, and add repeated and misplaced ones to `faults`."""
     ids: set[int] = set()
     last = ""
     for event in events:
@@ -119,8 +124,10 @@ def _number(row: Row, rows: Mapping[Key, Row]) -> Key:
 
 
 def read_tables(conn: psycopg.Connection[Any], tables: Iterable[str]) -> Tables:
-    """The same shape from the database, in one snapshot. `conn` must not be in a transaction. COPY writes the same text as
-    the stream; a cast to text does not (`true` for `t`, char(n) without padding)."""
+    """The same structure from the database, in one snapshot. `conn` must not be in a transaction.
+
+    COPY writes the same text as the stream. A cast to text does not (`true` for `t`, char(n) without padding).
+    """
     with conn.transaction():
         conn.execute(_SESSION)
         return {table: _read_table(conn, table) for table in tables}
@@ -205,7 +212,7 @@ def _read_events(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def compare(path: Path, source: Tables, keys: Mapping[str, Sequence[str]]) -> Verdict:
-    """Fold the file and compare it with the tables; ids must be unique and positions must rise."""
+    """Fold the file and compare it with the tables. Ids must be unique, and positions must increase."""
     rows = sum(len(table) for table in source.values())
     faults: list[str] = []
     try:
@@ -216,6 +223,6 @@ def compare(path: Path, source: Tables, keys: Mapping[str, Sequence[str]]) -> Ve
             faults.append(str(error))
             folded = fold_events(_read_events(path), keys)
         faults += differences(source, folded)
-    except (ValueError, KeyError, TypeError) as error:  # not our events at all
+    except (ValueError, KeyError, TypeError) as error:  # these are not our events
         return Verdict(0, rows, len(source), (f"{path.name} cannot be read: {error}",))
     return Verdict(events, rows, len(source), tuple(faults))

@@ -1,9 +1,9 @@
-"""The playground: a PostgreSQL of our own under random traffic, captured through Spark, watched, and proved at the end.
+"""The playground: our own PostgreSQL under random traffic, captured through Spark, watched, and proved at the end.
 
     start PostgreSQL → start the pipeline → shop and traffic → watch → drain → stop in order → compare
 
-The pipeline runs in a thread of its own; the main thread owns signals, measuring and output. The callbacks of the
-pipeline only put what they got into a queue: measuring never makes delivery slower.
+The pipeline runs in its own thread; the main thread owns signals, measuring and output. The pipeline's callbacks only put
+data into a queue, so measuring never makes delivery slower.
 """
 
 from __future__ import annotations
@@ -56,8 +56,11 @@ AGAIN = "Start the playground again"
 def run_playground(
     seconds: float | None = None, rate_per_s: float = 20.0, seed: int = 1, keep: Path | None = None
 ) -> int:
-    """Play, compare, clean up; returns the exit code. `seconds` None: until Ctrl-C. `keep`: a folder for the delivered file.
-    Raises KeyboardInterrupt, with everything cleaned up, if interrupted before events came, or twice."""
+    """Play, compare, clean up; returns the exit code. `seconds` None: until Ctrl-C. `keep`: a folder for the delivered
+    file.
+
+    Raises KeyboardInterrupt, with everything cleaned up, if interrupted twice or before events came.
+    """
     check_java()
     kept = _choose_file(keep)
     playground = _Playground(seconds)
@@ -66,7 +69,7 @@ def run_playground(
     try:
         return playground.play(kept, seed, rate_per_s)
     except (KeyboardInterrupt, Exception) as error:
-        if playground.signals:  # failures caused by our own abrupt end are no news
+        if playground.signals:  # do not report failures caused by our own abrupt end
             raise KeyboardInterrupt from None
         if not isinstance(error, PgcdcError) or error.exit_code == 1:
             playground.show_logs()
@@ -92,7 +95,7 @@ def _choose_file(folder: Path | None) -> Path | None:
 
 
 class _Playground:
-    """One run. `play` once, then always `close`."""
+    """One run. Call `play` once, then always `close`."""
 
     def __init__(self, seconds: float | None) -> None:
         self.signals = 0
@@ -108,7 +111,8 @@ class _Playground:
         self._is_flowing = False
 
     def handle_signal(self, number: int, _: FrameType | None) -> None:
-        """Before events flow, the first one interrupts. Then it stops in order, the second interrupts, the third kills."""
+        """Before events flow, the first signal interrupts. Later the first one stops cleanly, the second interrupts,
+        and the third kills."""
         self.signals += 1
         if self.signals > 2:
             os._exit(128 + number)
@@ -124,7 +128,7 @@ class _Playground:
         self._server = self._ending.enter_context(EmbeddedPostgres.temporary())
         url = self._server.url()
         self._sql = self._ending.enter_context(connect(url, application_name="pgcdc playground"))
-        create_tables(self._sql)  # empty: the first rows come when we listen
+        create_tables(self._sql)  # empty: rows are added once the pipeline listens
         pipeline = self._start_pipeline(url, path)
         self._is_flowing = True
         say("opening the shop")
@@ -154,7 +158,7 @@ class _Playground:
             "adapters": ("file",),
             "file_path": path,
             "state_dir": self._scratch / "state",
-            "snapshot_mode": "never",  # there are no rows yet
+            "snapshot_mode": "never",  # no rows exist yet
         }
         config = Config.model_validate(given)
         config.check()
@@ -172,7 +176,7 @@ class _Playground:
             while not self.signals:
                 time.sleep(TICK_S)
                 self._observe(pipeline)
-                began_s, now_s = self._meter.began_s, time.time()  # the time does not count before the first event
+                began_s, now_s = self._meter.began_s, time.time()  # time before the first event does not count
                 if began_s is not None:
                     show(now_s)
                 elif now_s - opened_s > FIRST_EVENT_TIMEOUT_S:
@@ -183,7 +187,7 @@ class _Playground:
     def _drain(self, pipeline: Pipeline) -> None:
         """Wait until everything committed is in the file."""
         self._observe(pipeline)
-        # the capture that is asked does not wait for its idle interval to report it
+        # when asked, the capture reports its position without waiting for its idle interval
         asked = ask(pipeline.state.capture_lock, {"do": "target"})
         target = Position.end(int(asked["lsn"]) if asked else self._meter.server_lsn)
         moved_s, position = time.monotonic(), self._position
@@ -199,7 +203,7 @@ class _Playground:
                     "This is a defect: run it again with --keep, and report it with the file",
                 )
 
-    # --- measuring and showing
+    # --- measuring and display
 
     def _observe(self, pipeline: Pipeline) -> None:
         """Measure the deliveries since the last call, and ask the server for its position."""
@@ -231,7 +235,7 @@ class _Playground:
             typer.echo(f"the delivered events are in {kept}")
 
     def show_logs(self) -> None:
-        """After a failure: the end of Spark's and the capture's logs, because the files are deleted."""
+        """Show the end of Spark's and the capture's logs after a failure, because the files are deleted."""
         for log in sorted(self._scratch.glob("state/*.log")):
             for line in log.read_text(errors="replace").splitlines()[-SHOWN_LOG_LINES:]:
                 typer.echo(f"{log.name}: {line}")
@@ -239,9 +243,9 @@ class _Playground:
     # --- the end
 
     def close(self) -> None:
-        """Leave nothing behind: in order if there is time, otherwise at once."""
+        """Leave nothing behind. Ends cleanly if there is time, otherwise immediately."""
         try:
-            # interrupted before anything was delivered: there is nothing to lose
+            # interrupted before anything was delivered, so nothing can be lost
             if self.signals > 1 or (self.signals and not self._is_flowing):
                 raise KeyboardInterrupt
             self._ending.close()
@@ -256,10 +260,10 @@ class _Playground:
         if self._server is not None:
             self._server.kill()
             self._server.__exit__()
-        if self._pipeline is not None:  # its thread is left to itself, but starts nothing more
+        if self._pipeline is not None:  # its thread is abandoned, but starts nothing new
             self._pipeline.stop()
             remove_socket(Lock.holder(self._pipeline.state.run_lock) or {})
-        # Spark's JVM and its workers, the capture, and what these start in the last moment
+        # Spark's JVM and its workers, the capture, and processes that these start at the last moment
         for _ in range(LAST_ROUNDS):
             processes = psutil.Process().children(recursive=True)
             for process in processes:
@@ -275,5 +279,5 @@ def say(text: str) -> None:
 
 
 def _quietly(end: Callable[..., object], *args: object) -> None:
-    with contextlib.suppress(Exception):  # what ended the run is told, not this
+    with contextlib.suppress(Exception):  # report what ended the run instead
         end(*args)

@@ -1,6 +1,8 @@
-"""A small shop under random traffic: every kind of change that a capture must get right. Transactions over several tables,
-rollbacks and savepoints, a composite key, changes of keys, a table outside `public`, awkward text, and documents large
-enough for TOAST whose body most updates leave alone."""
+"""A small shop under random traffic: every kind of change that a capture must get right.
+
+Transactions over several tables, rollbacks and savepoints, a composite key, changes of keys, a table outside `public`,
+awkward text, and documents large enough for TOAST whose body most updates leave alone.
+"""
 
 from __future__ import annotations
 
@@ -68,14 +70,16 @@ def create_tables(conn: psycopg.Connection[Any]) -> None:
 
 
 def add_first_rows(conn: psycopg.Connection[Any]) -> None:
-    """The rows that the traffic needs to begin with, in one transaction."""
+    """Insert the rows that the traffic starts from, in one transaction."""
     conn.execute(_FIRST_ROWS)
 
 
 class Traffic:
-    """Random transactions from its own thread, about `rate_per_s` commits a second, until `stop`. `commits` and `changes`
-    count what the server has acknowledged. It reconnects, so that it survives a killed server (the transaction in flight may
-    then have committed without being counted)."""
+    """Runs random transactions in its own thread, about `rate_per_s` commits a second, until `stop`.
+
+    `commits` and `changes` count what the server has acknowledged. It reconnects, so that it survives a killed server
+    (the transaction in flight may then have committed without being counted).
+    """
 
     def __init__(self, url: str, seed: int, rate_per_s: float) -> None:
         self.commits = 0
@@ -95,7 +99,7 @@ class Traffic:
         return self._thread.is_alive()
 
     def stop(self, timeout_s: float = 30.0) -> None:
-        """End after the current transaction. Raises what ended the traffic early, if anything."""
+        """End after the current transaction. Raises the error that ended the traffic early, if there was one."""
         self._stopping.set()
         self._thread.join(timeout_s)
         if self._thread.is_alive():
@@ -118,7 +122,7 @@ class Traffic:
     def _work(self, conn: psycopg.Connection[Any]) -> None:
         due = time.monotonic()
         while not self._stopping.wait(max(0.0, due - time.monotonic())):
-            due = max(due + self._interval_s, time.monotonic() - 1.0)  # catch up a little, never in a burst
+            due = max(due + self._interval_s, time.monotonic() - 1.0)  # catch up slowly, never in a burst
             changes = 0
             with contextlib.suppress(errors.IntegrityError, errors.DeadlockDetected):  # another Traffic was faster
                 with conn.transaction():
@@ -127,12 +131,12 @@ class Traffic:
                 self.changes += changes
 
     def _step(self, conn: psycopg.Connection[Any], name: str) -> int:
-        """One step with random values; returns the number of changed rows."""
+        """Run one step with random values; returns the number of changed rows."""
         if name == "change_mind":  # the whole transaction is rolled back
             self._step(conn, "place_order")
             raise psycopg.Rollback
         if name == "change_half_a_mind":
-            # the inner changes vanish, those around them stay, those of a released savepoint too
+            # the inner changes vanish; those around them stay, and so do those of a released savepoint
             changes = self._step(conn, "add_customer")
             with conn.transaction(force_rollback=True):
                 self._step(conn, "place_order")
@@ -178,7 +182,7 @@ _PICK_UUID = """
     SELECT id FROM documents WHERE id >= rpad(lpad(to_hex((%s * 4294967295)::bigint), 8, '0'), 32, '0')::uuid
     ORDER BY id LIMIT 1"""
 _PICKS = {"customer": _PICK.format("customers"), "order": _PICK.format("orders"), "document": _PICK_UUID}
-"""A random existing key, by the index, however large the table."""
+"""A random existing key, found by index, however large the table is."""
 STEPS = {
     "place_order": (20, """
         INSERT INTO orders (customer_id, status, total, note) VALUES (%(customer)s, 'new', %(price)s, %(text)s);
@@ -201,7 +205,7 @@ STEPS = {
     # a change of a composite key
     "move_stock": (3, "UPDATE inventory SET warehouse = %(warehouse)s WHERE product_id = %(product)s"),
     "add_document": (10, "INSERT INTO documents (title, body, digest) VALUES (%(text)s, %(body)s, %(digest)s)"),
-    # leaves a large body alone: the stream says "unchanged" instead of the value
+    # does not touch a large body: the stream says "unchanged" instead of sending the value
     "rename_document": (10, "UPDATE documents SET title = %(text)s, revision = revision + 1 WHERE id = %(document)s"),
     "rekey_document": (2, "UPDATE documents SET id = gen_random_uuid() WHERE id = %(document)s"),
     "rewrite_document": (4, "UPDATE documents SET body = %(body)s WHERE id = %(document)s"),

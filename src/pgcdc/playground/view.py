@@ -1,5 +1,7 @@
-"""The playground's measurements and display: rates, latency, events per table, and the newest events. `draw_screen` is a
-function of the meter. Without a capable terminal `progress_line` is printed instead."""
+"""The playground's measurements and display: rates, latency, events per table, and the newest events.
+
+`draw_screen` is a function of the meter. A terminal that cannot show it gets `progress_line` instead.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,11 @@ LINE_INTERVAL_S = 5.0
 
 
 class Meter:
-    """Adds up deliveries, in one thread. Commits before the first delivery waited for the start, not for the pipeline: their
-    latency is left out."""
+    """Adds up deliveries, in one thread.
+
+    Commits before the first delivery waited for the start rather than for the pipeline, so their latency is not
+    counted.
+    """
 
     def __init__(self) -> None:
         self.began_s: float | None = None  # When the first event was delivered, in seconds since 1970
@@ -70,7 +75,8 @@ class Meter:
         return sum(one[1] for one in parts) / span_s, sum(one[2] for one in parts) / span_s, latencies
 
     def history(self, now_s: float) -> list[int]:
-        """Events in each whole second since the start, two minutes at most; the current second would look like a drop."""
+        """Events in each whole second since the start, two minutes at most. Excludes the current second, which would
+        look like a drop."""
         found = [0] * min(HISTORY_S, int(now_s) - int(self.began_s or now_s))
         for at_s, events, *_ in self._recent:
             age = int(now_s) - int(at_s)
@@ -80,7 +86,7 @@ class Meter:
 
     @property
     def lag_bytes(self) -> int:
-        """Undelivered WAL of the server."""
+        """WAL on the server that is not delivered yet."""
         return max(0, self.server_lsn - self.delivered_lsn)
 
 
@@ -123,7 +129,8 @@ def summary_line(latencies: Counter[int]) -> str:
 
 
 def describe_event(event: dict[str, Any]) -> str:
-    """`UPDATE orders: id=1→2 note=null body=…`: a changed key has both values, an unchanged large value none."""
+    """`UPDATE orders: id=1→2 note=null body=…`: shows both values of a changed key, and none for an unchanged large
+    value."""
     payload = event["payload"]
     row, old = payload.get("row") or {}, payload.get("old") or {}
     shown = []
@@ -145,7 +152,7 @@ def _shorten(value: str | None) -> str:
     return "".join(letter if letter.isprintable() else "·" for letter in short)
 
 
-# --- where it is shown
+# --- display
 
 
 @contextlib.contextmanager
@@ -175,7 +182,7 @@ def _every(interval_s: float, show: Callable[[float], None]) -> Callable[[float]
 
 
 def draw_screen(meter: Meter, now_s: float, seconds: float | None, width: int, height: int) -> RenderableType:
-    """The whole screen. What does not fit is left out: last events first, then tables."""
+    """The whole screen. Drops what does not fit: first the latest events, then tables."""
     parts: list[RenderableType] = [_header(meter, now_s, seconds), _figures(meter, now_s, width)]
     names = sorted({table for table, _ in meter.counts})
     left = height - 7

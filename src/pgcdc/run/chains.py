@@ -1,6 +1,8 @@
-"""What each adapter of a run gets of the stream, and how that changes while it runs. A reload takes all transforms and
-routes of the configuration, or none. `targets.json` remembers where each adapter delivers to, and what transforms changed
-there."""
+"""What each adapter of a run receives from the stream, and how that changes while it runs.
+
+A reload applies all transforms and routes of the configuration, or none. `targets.json` records where each adapter
+delivers to, and what transforms changed there.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,9 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 RELOADABLE = ("transforms", "routes", "drop_columns", "filter_operations", "debezium_envelope", "cloudevents_envelope")
-"""What is taken from a configuration that is read again."""
+"""The settings that a reload applies."""
 
-Own = Mapping[str, tuple[Sequence[Any], Sequence[str]]]  # By an adapter's name: its own transforms, and its routes
+Own = Mapping[str, tuple[Sequence[Any], Sequence[str]]]  # By adapter name: its own transforms, and its routes
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Chains:
 
     def of(self, spec: AdapterSpec) -> Chain:
         """An adapter's chain; also for an adapter that is not added yet."""
-        form = "lines" if self.is_typed else spec.options.form()  # typed rows are lines for everybody
+        form = "lines" if self.is_typed else spec.options.form()  # typed rows are lines for every adapter
         return Chain((*self.transforms, *spec.transforms), spec.routes, form)
 
     def by_spec(self, specs: Sequence[AdapterSpec] | None = None) -> list[tuple[AdapterSpec, Chain]]:
@@ -59,11 +61,11 @@ class Chains:
 
     @property
     def are_simple(self) -> bool:
-        """Whether the source does all of them, and Spark nothing."""
+        """Whether the source can apply all of them, without Spark."""
         return all(chain.made().is_simple for chain in self.all)
 
     def having(self, specs: Sequence[AdapterSpec], transforms: tuple[Any, ...] | None = None) -> Chains:
-        """A copy with other adapters, and other transforms for all."""
+        """A copy with other adapters and shared transforms."""
         return replace(self, specs=tuple(specs), transforms=self.transforms if transforms is None else transforms)
 
     def check(self, spark: SparkSession | None, specs: Sequence[AdapterSpec] | None = None) -> None:
@@ -103,14 +105,14 @@ class Reloads:
         self._asked.set()
 
     def answer(self, name: str) -> dict[str, Any]:
-        """The outcome of a command's reload; None while it is pending. It runs once."""
+        """The outcome of a command's reload; None while it is pending. A reload runs only once per command."""
         if name not in self._ends:
             self._ends[name] = {}
             self.ask()
         return self._ends[name]
 
     def take(self, change: Callable[[Sequence[Any], Own], None], adapters: Sequence[str]) -> bool:
-        """Run the requested reload: `change` gets the new transforms and routes. False: none was requested."""
+        """Run the requested reload: `change` receives the new transforms and routes. False: none was requested."""
         if not self._asked.is_set():
             return False
         self._asked.clear()
@@ -121,7 +123,7 @@ class Reloads:
             self._error = None
             counters.add(CONFIG_RELOADS)
             self._say(said)
-        except Exception as error:  # any error: a wrong file must not stop a running pipeline
+        except Exception as error:  # whatever happens, a wrong file must not stop a running pipeline
             self._refused += 1
             self._error = str(error) if isinstance(error, PgcdcError) else f"{type(error).__name__}: {error}"
             counters.add(CONFIG_RELOAD_ERRORS)
@@ -149,7 +151,7 @@ class Reloads:
 
 
 def change_specs(specs: Sequence[AdapterSpec], own: Own) -> tuple[AdapterSpec, ...]:
-    """Adapters with other transforms and routes; adapters without an entry keep theirs."""
+    """The adapters with these transforms and routes; adapters without an entry keep theirs."""
     unknown = sorted(set(own) - {spec.name for spec in specs})
     if unknown:
         raise ConfigError(f"there is no adapter {unknown[0]!r}", f"There are: {', '.join(one.name for one in specs)}")
@@ -161,15 +163,13 @@ def change_specs(specs: Sequence[AdapterSpec], own: Own) -> tuple[AdapterSpec, .
     )
 
 
-# --- targets.json
-#
-# Where an adapter delivers to: replaying dead letters without its run must use the same place. And what transforms
-# did to the lines there: whether `pgcdc resync` can read them back. Kept until the adapter gets another target,
-# because older lines stay when a chain changes.
+# --- targets.json: where an adapter delivers to, because replaying dead letters without its run must use the same
+# place. Also what transforms did to the lines there, which decides whether `pgcdc resync` can read them back. Kept
+# until the adapter gets another target, because older lines stay when a chain changes.
 
 
 def note_targets(state: StateDir, chains: Iterable[tuple[AdapterSpec, Chain]]) -> None:
-    """Remember these adapters beside the known ones; durable when this returns, so call it before they write."""
+    """Record these adapters, keeping known ones. Durable when this returns, so call it before they write."""
     before: dict[str, Any] = read_json(state.targets_file) or {}
     after = dict(before)
     for spec, chain in chains:
@@ -188,8 +188,8 @@ def note_targets(state: StateDir, chains: Iterable[tuple[AdapterSpec, Chain]]) -
 
 
 def check_target(state: StateDir, spec: AdapterSpec) -> None:
-    """StateError: the run delivered to another target than these settings name. A letter would be settled in the wrong
-    place."""
+    """StateError: the run delivered to another target than these settings name, so a letter would be settled in the
+    wrong place."""
     known = (read_json(state.targets_file) or {}).get(spec.name)
     if known is not None and known["target"] != _digest(spec):
         raise StateError(

@@ -1,5 +1,7 @@
-"""Requests of other processes: to a run, through its control socket; and for snapshots, to the capture or its queue. A run's
-sources announce the batches they plan; commands ask for its status."""
+"""Requests from other processes: to a run, through its control socket, and for snapshots, to the capture or its queue.
+
+A run's sources announce the batches they plan; commands ask for its status.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from pgcdc.source.protocol import find_source
 
 
 class RunServer:
-    """Serves requests in its own thread, one at a time; every answer is immediate."""
+    """Serves requests in its own thread, one at a time. No answer may block."""
 
     def __init__(self, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         self._selector = selectors.DefaultSelector()
@@ -33,7 +35,7 @@ class RunServer:
     def close(self) -> None:
         self._is_closed.set()
         with contextlib.suppress(PgcdcError):
-            Channel(self.address).close()  # so that it looks up
+            Channel(self.address).close()  # wakes it up
         self._thread.join()
 
     def _serve(self) -> None:
@@ -44,11 +46,12 @@ class RunServer:
         self._selector.close()
 
 
-# --- incremental snapshots, requested from outside: from the capture if one runs, else from the queue it will read
+# --- incremental snapshots, requested from outside: through the capture if one runs, otherwise through the queue it
+# will read
 
 
 def add_snapshots(state: StateDir, requests: Sequence[SnapshotRequest]) -> None:
-    """Queue requests, all or none. Durable when this returns. Raises with advice for an invalid one."""
+    """Queue requests, all or none. Durable on return. Raises with advice for an invalid one."""
     for request in requests:
         request.check()
     added: list[SnapshotRequest] = []
@@ -66,17 +69,19 @@ def add_snapshots(state: StateDir, requests: Sequence[SnapshotRequest]) -> None:
 def list_snapshots(state: StateDir) -> list[dict[str, Any]]:
     """All known requests, with their progress."""
     _check(state)
-    if Lock.holder(state.capture_lock) is None:  # nothing is changed: no lock is needed
+    if Lock.holder(state.capture_lock) is None:  # nothing changes, so no lock is needed
         return [describe(one) for one in RequestQueue(state.requests_file).entries()]
     found: list[dict[str, Any]] = ask_snapshots(state, {"action": "list"})["snapshots"]
     return found
 
 
 def ask_snapshots(state: StateDir, content: dict[str, Any], timeout_s: float = 30.0) -> dict[str, Any]:
-    """Add, pause, resume, stop or list incremental snapshots (`action`), through the capture if one runs. Without one a new
-    request is stored unchecked; the running pipeline checks it."""
+    """Add, pause, resume, stop or list incremental snapshots (`action`), through the capture if one runs.
+
+    Without one, a new request is stored unchecked, and the running pipeline checks it later.
+    """
     identity = _check(state)
-    if refused := find_source(identity.kind).no_requests:  # nobody would ever do what is queued
+    if refused := find_source(identity.kind).no_requests:  # nothing would ever process the queue
         raise ConfigError(*refused)
 
     def change() -> dict[str, Any]:

@@ -1,12 +1,12 @@
-"""A copy of tables as they are now: through the adapters, transforms, masks and routes of a pipeline, or as Parquet.
+"""Copies tables as they are now: through the adapters, transforms, masks and routes of a pipeline, or to Parquet.
 
-One session reads table after table in one snapshot (`copy_source.py`). Rows become events as in a stream and go to the sinks
-in batches: memory does not grow with the tables. Only transforms in SQL or Python need Spark. SNAPSHOT_STARTED and
-SNAPSHOT_COMPLETED enclose the rows of each table. There is no state: the sinks' acks are in a folder that goes with the
-copy, and an event that a target refuses ends it.
+One session reads table after table in one snapshot (`copy_source.py`). Rows become events as in a stream and go to the
+sinks in batches, so memory does not grow with the tables. Only transforms in SQL or Python need Spark. SNAPSHOT_STARTED
+and SNAPSHOT_COMPLETED enclose the rows of each table. Nothing is kept: the sinks' acks are in a folder that is deleted
+with the copy, and an event that a target refuses ends it.
 
-Parquet is written by Spark: typed reads of one snapshot, DIR/<table>/part-*.parquet. DIR/_pgcdc_snapshot.json has the copy's
-time and row counts. The folder is DIR.partial until it is complete; the next run clears what a failed one left.
+Parquet is written by Spark: typed reads of one snapshot, DIR/<table>/part-*.parquet. DIR/_pgcdc_snapshot.json has the
+copy's time and row counts. The folder is DIR.partial until it is complete; the next run removes what a failed one left.
 """
 
 from __future__ import annotations
@@ -67,8 +67,10 @@ def copy_to_adapters(
     progress: Progress,
     say: Say = lambda text: None,
 ) -> int:
-    """Copy the tables; returns the number of rows. `transforms` apply to all adapters, before their own. A file is complete
-    or absent. Other targets cannot be undone: an error says which tables are complete."""
+    """Copy the tables; returns the number of rows. `transforms` apply to all adapters, before their own.
+
+    A file is complete or absent. Other targets cannot be undone: an error says which tables are complete.
+    """
     wanted.check()
     check_adapters(adapters)
     with contextlib.ExitStack() as stack:
@@ -105,13 +107,13 @@ def _make_sink(spec: AdapterSpec, state: StateDir) -> Runner:
     return sink
 
 
-# --- files, which get their name when they are complete
+# --- files, which get their final name when they are complete
 
 
 @contextlib.contextmanager
 def _whole_file(spec: AdapterSpec) -> Iterator[AdapterSpec]:
-    """A single file (no folder, no rotation) is PATH.partial until the block ends well; otherwise nothing is left, not even
-    of a killed run. Other targets are unchanged."""
+    """A single file (no folder, no rotation) is PATH.partial until the block succeeds. Otherwise nothing is left of it,
+    not even of a killed run. Other targets are unchanged."""
     options = spec.options
     if not isinstance(options, FileOptions) or options.is_folder or options.max_size:
         yield spec
@@ -126,7 +128,7 @@ def _whole_file(spec: AdapterSpec) -> Iterator[AdapterSpec]:
         if partial.exists():
             os.replace(partial, path)
         else:
-            path.touch()  # no event went there
+            path.touch()  # no events went there
         fsync_folder(path.absolute().parent)
     finally:
         partial.unlink(missing_ok=True)
@@ -143,7 +145,7 @@ def _check_free(path: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Local:
-    """Columns that Spark did not make, for a program that reads a DataFrame."""
+    """Columns not made by Spark, for a program that reads a DataFrame."""
 
     events: pa.Table
 
@@ -241,8 +243,10 @@ def copy_to_parquet(
     say: Say = lambda text: None,
     spark: SparkSession | None = None,
 ) -> int:
-    """Copy the tables; returns the number of rows. `types` are options of the source. The folder is complete or absent.
-    Without `spark` it starts a session."""
+    """Copy the tables; returns the number of rows. `types` are options of the source.
+
+    The folder is complete or absent. Without `spark` it starts a session.
+    """
     check_java()
     options = {**types, **({"where": wanted.where} if wanted.where else {})}
     options |= {"partitions": str(partitions)} if partitions else {}
@@ -278,7 +282,7 @@ def _folder_name(table: CopiedTable) -> str:
 
 @contextlib.contextmanager
 def _partial_folder(path: Path) -> Iterator[Path]:
-    """A folder that is durably renamed to `path` when the block ends well; otherwise nothing is left."""
+    """A folder that is durably renamed to `path` if the block succeeds; otherwise nothing is left."""
     if not path.name or not path.parent.is_dir():
         raise ConfigError(f"the folder of --to {path} does not exist", "Create it first")
     if path.exists() and (not path.is_dir() or any(path.iterdir())):

@@ -1,8 +1,8 @@
-"""Which tables are copied, all in one snapshot.
+"""The tables of a copy, all in one snapshot.
 
-A session of this process exports the snapshot, which ends with it: no slot, no publication, and nothing left on the server,
-whatever happens to us. No table is locked before its turn, so that no ALTER TABLE waits for the whole copy; a table
-truncated or rewritten before it was read is detected by its files, and ends the copy.
+A session of this process exports the snapshot, which ends with it: no slot, no publication, and nothing left on the
+server, whatever happens to us. No table is locked before its turn, so that no ALTER TABLE waits for the whole copy. A
+table truncated or rewritten before it was read is detected by its files, and ends the copy.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ ATTEMPTS = 3
 
 Say = Callable[[str], None]
 Progress = Callable[[str, int, int, bool], None]
-"""Gets a table's name, its rows read so far, the estimated total, and whether it is complete."""
+"""Receives a table's name, its rows read so far, the estimated total, and whether it is complete."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
     url: str
     selection: Selection = Selection()  # noqa: RUF009 - frozen
-    publication: str = ""  # Given by the user, in place of the selection
+    publication: str = ""  # Given by the user instead of the selection
     where: str = ""
 
     def check(self) -> None:
@@ -56,9 +56,9 @@ class Wanted:
 class CopiedTable:
     table: Table
     relation: Relation  # As the stream would describe it
-    conditions: tuple[str, ...]  # Which rows, in SQL
+    conditions: tuple[str, ...]  # SQL conditions that select its rows
     chunks: tuple[Chunk, ...]
-    files: str  # The files of its rows, for comparison: `chunks.files_text`
+    files: str  # The files that hold its rows, for comparison: `chunks.files_text`
     estimated_rows: int
 
     @property
@@ -68,17 +68,17 @@ class CopiedTable:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    conn: Connection  # In the transaction that has the snapshot
-    catalog: Connection  # For looks at what is now
+    conn: Connection  # In the transaction that holds the snapshot
+    catalog: Connection  # Sees the current state instead
     tables: tuple[CopiedTable, ...]
     held: HeldSnapshot
-    lsn: int  # Where the stream was, about, when the snapshot was taken
-    time_us: int  # When that was, in microseconds since 1970
+    lsn: int  # Approximate position of the stream when the snapshot was taken
+    time_us: int  # The time of the snapshot, in microseconds since 1970
 
 
 @contextmanager
 def open_copy(wanted: Wanted, say: Say = lambda text: None) -> Iterator[Copy]:
-    """Find the tables, check that they are readable, and take the snapshot, which is held until the block ends."""
+    """Find the tables, check that they are readable, and take the snapshot. It is held until the block ends."""
     wanted.check()
     name = f"pgcdc snapshot {uuid.uuid4().hex[:12]}"
     with (
@@ -119,7 +119,7 @@ def _find(conn: Connection, wanted: Wanted, say: Say) -> tuple[CopiedTable, ...]
 
 
 def _choose(conn: Connection, wanted: Wanted) -> Iterator[tuple[Table, Relation, str | None]]:
-    """The tables, with the columns and rows of their stream."""
+    """The tables, with the columns and rows that their stream would have."""
     everything, rules = read_tables(conn), wanted.selection.rules()
     if wanted.publication:
         known = {table.oid: table for table in everything}
@@ -132,7 +132,7 @@ def _choose(conn: Connection, wanted: Wanted) -> Iterator[tuple[Table, Relation,
         found = choose_tables(everything, wanted.selection)
     for table in found:
         rule = rules.get((table.schema, table.table), Rule())
-        # The key's columns are in `old`, which snapshot rows lack.
+        # The key's columns are in `old`, which snapshot rows do not have.
         columns = [
             Column(one.name, one.type_oid, one.typmod, one.is_key)
             for one in read_table_columns(conn, table)
@@ -164,7 +164,7 @@ def _check_rights(conn: Connection, tables: Sequence[Table]) -> None:
 
 
 def _estimate(conn: Connection, table: Table, relation: Relation, conditions: Sequence[str], has_where: bool) -> int:
-    """About how many rows there are. Refuses an invalid condition."""
+    """The approximate number of rows. Refuses an invalid condition."""
     source = table.sql if table.kind == "p" else f"ONLY {table.sql}"
     wrong = f"--where is no condition on table {table.name}" if has_where else ""
     check_condition(conn, [column.name for column in relation.columns], source, conditions, wrong)
@@ -174,7 +174,7 @@ def _estimate(conn: Connection, table: Table, relation: Relation, conditions: Se
 
 @explain_errors("take a snapshot")
 def _export(catalog: Connection, conn: Connection, tables: tuple[CopiedTable, ...], session: str) -> Copy:
-    # Read first: the copy has everything before this position, and maybe more.
+    # Read first: the copy includes everything before this position, and maybe more.
     where = catalog.execute(
         "SELECT (CASE WHEN pg_is_in_recovery() THEN pg_last_wal_replay_lsn() ELSE pg_current_wal_insert_lsn() END)::text"
     ).fetchone()
@@ -189,7 +189,7 @@ def _export(catalog: Connection, conn: Connection, tables: tuple[CopiedTable, ..
 
 @contextmanager
 def explain_reading(table: str) -> Iterator[None]:
-    """Errors while reading a table become one line with advice."""
+    """Turn errors while reading a table into one line with advice."""
     try:
         with explain_errors(f"read table {table}"):
             yield
@@ -199,6 +199,6 @@ def explain_reading(table: str) -> Iterator[None]:
         state = getattr(error.__cause__, "sqlstate", None)
         if state in ("42P01", "42703"):
             raise SourceError(f"table {table} was dropped or altered before it was read", "Run it again") from error
-        if error.advice == "Load it again":  # said to who reads a DataFrame
+        if error.advice == "Load it again":  # advice for users who read a DataFrame
             raise SourceError(error.message, "Run it again") from error
         raise

@@ -48,13 +48,13 @@ if TYPE_CHECKING:
 
 SPARK_STOP_S = 10.0
 CAPTURE_STOP_S = 3.0
-PLANNERS_S = 10.0  # Between looks for processes of Spark that nothing needs
+PLANNERS_S = 10.0  # How often to look for Spark processes that are no longer needed
 
 Say = Callable[[str], None]
 
 
 class StopNow(BaseException):
-    """Raised by a signal handler while nothing is in flight: ends the start at once."""
+    """Raised by a signal handler while nothing is in flight: ends the start immediately."""
 
 
 class Driver:
@@ -79,7 +79,7 @@ class Driver:
         """Called with every batch after all sinks have it (the playground's live view)."""
         self.on_ready: Callable[[], None] | None = None
         self.on_stuck: Callable[[], None] | None = None
-        """Called if a batch does not end when the pipeline stops: our own process may then exit."""
+        """Called if a batch does not end when the pipeline stops; our own process may then exit."""
         self.snapshot = SnapshotWatch(say, is_all=config.effective_snapshot_mode == "initial_only")
         self._chains = chains
         self._say = say
@@ -94,9 +94,9 @@ class Driver:
         self._spark: SparkSession | None = None
         self._owns_spark = False
         self._is_plain = False
-        """Whether Spark was started to move blocks only, and nobody was told what that means for other transforms."""
+        """Whether Spark was started only to move blocks, and the warning about other transforms is still due."""
         self._is_short = True
-        """Whether small batches took the shorter ways at the last look."""
+        """Whether small batches took the shorter paths at the last look."""
         self._adapters: list[Adapter] = []
         self._lanes: Lanes | None = None
         self._table_reloads: TableReloads | None = None
@@ -104,7 +104,7 @@ class Driver:
         self._last_error: dict[str, str] | None = None
 
     def drive(self) -> None:
-        """The whole run. Raises what ended it."""
+        """The whole run. Raises the error that ended it."""
         lock = Lock(self.state.run_lock)
         check_java()
         try:
@@ -121,10 +121,10 @@ class Driver:
             self._close()
             lock.release()
 
-    # --- for who asks meanwhile
+    # --- answers for other threads and processes
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Answers requests of sources and other processes (`run/control.py`)."""
+        """Answer requests of sources and other processes (`run/control.py`)."""
         if request["do"] == "plan":
             if self._lanes is not None:
                 self._lanes.plan(request)
@@ -143,7 +143,7 @@ class Driver:
         return self._link.last_status() if self._link is not None else {}
 
     def status(self) -> dict[str, Any]:
-        """What the pipeline does and how far each adapter is, for `pgcdc status`."""
+        """The pipeline's phase and each adapter's progress, for `pgcdc status`."""
         lanes = self._lanes
         return {
             "pid": os.getpid(),
@@ -162,13 +162,13 @@ class Driver:
 
     def _enter(self, phase: str) -> None:
         self._phase = phase
-        if self._server is not None and self.state.path.exists():  # not over the status of the run that has it
+        if self._server is not None and self.state.path.exists():  # keep the status of a run that owns it
             write_json(self.state.run_status, self.status())
 
     # --- start
 
     def _prepare(self, lock: Lock) -> None:
-        """Check everything that can be refused before creating anything; a refusal leaves nothing behind."""
+        """Check everything that can be refused before creating anything, so that a refusal leaves nothing behind."""
         with self.state.claim(lock, timeout_s=0.2) as taken:
             if not taken:
                 holder = Lock.holder(self.state.run_lock) or {}
@@ -180,7 +180,7 @@ class Driver:
             self._server = RunServer(self.answer)
             lock.write({"pid": os.getpid(), "address": self._server.address})
             self._chains.check(None)
-            if self._chains.have_sql:  # only Spark can say whether that is right
+            if self._chains.have_sql:  # only Spark can check that
                 self._start_spark()
                 self._chains.check(self._spark)
             self._letters.check()
@@ -189,7 +189,7 @@ class Driver:
                 view = view_source(self.config, self.state, self._chains.of(spec))
                 spec.options.check_source(spec.name, view)
             if self.config.table:
-                from pgcdc.spark.tables import load_table  # with all that typed rows need
+                from pgcdc.spark.tables import load_table  # together with everything that typed rows need
 
                 # Refuse a table that cannot be read in this form before anything is created.
                 load_table(parse_options(self._spark_options()).but(source=self.config.source))
@@ -203,7 +203,8 @@ class Driver:
             raise KeyboardInterrupt
 
     def _make_adapters(self, specs: Sequence[AdapterSpec]) -> list[Adapter]:
-        """Adapters, after checking their targets: a wrong one must show before slot and publication exist."""
+        """Create the adapters after checking their targets: a wrong target must show before slot and publication
+        exist."""
         made = []
         for spec in specs:
             sink = self._letters.run(spec, self.state.acks)
@@ -266,11 +267,11 @@ class Driver:
     # --- the stream
 
     def _stream(self) -> None:
-        """Follow the lanes and acknowledge what Spark commits, until they end or we stop."""
+        """Follow the lanes and acknowledge what Spark commits, until the lanes end or we stop."""
         assert self._spark is not None and self._lanes is not None and self._prepared is not None
         assert self._table_reloads is not None
         self._enter("starting the query")
-        self._table_reloads.follow()  # before a run that ends: it waits for what is asked
+        self._table_reloads.follow()  # before a run that ends, because that waits for requested reloads
         self._lanes.start(self._spark)
         self._enter("streaming")
         self._say(f"ready: slot {self._prepared.identity.stream} to {', '.join(self._chains.names)}")
@@ -310,11 +311,13 @@ class Driver:
             self._say(f"small batches take the ordinary, slower way through Spark: {trouble}")
 
     def reload(self, transforms: Sequence[Any], adapters: Own = MappingProxyType({})) -> None:
-        """Replace the transforms of all, and by name the adapters' own transforms and routes; the others keep theirs. Each
-        adapter switches at a batch boundary, at once. ConfigError: nothing has changed."""
+        """Replace the shared transforms, and by name the own transforms and routes of adapters; the others keep theirs.
+
+        Each adapter switches at its next batch boundary. ConfigError: nothing has changed.
+        """
         transforms = as_many(transforms)
 
-        def change() -> None:  # all at once: no adapter joins or leaves meanwhile
+        def change() -> None:  # in one step, so that no adapter joins or leaves meanwhile
             chains = self._chains.having(change_specs(self._chains.specs, adapters), transforms)
             chains.check(self._spark)
             self._tables.tell_missing(chains.all)
@@ -335,7 +338,8 @@ class Driver:
         return self._lanes
 
     def _give_up_after(self, timeout_s: float) -> threading.Timer:
-        """A blocked sink (a pipe that nobody reads) must not keep a command from ending: its batch is repeated later."""
+        """A blocked sink (a pipe that nobody reads) must not keep a command from ending: its batch is repeated
+        later."""
 
         def end() -> None:
             if self.on_stuck is not None:
@@ -347,7 +351,7 @@ class Driver:
         timer.start()
         return timer
 
-    # --- confirm, end
+    # --- confirmation and end
 
     def _finish(self) -> None:
         """Confirm the last ack, and wait until the server has it."""
@@ -371,7 +375,7 @@ class Driver:
 
     def _close(self) -> None:
         self._verify.close()
-        if self._lanes is not None:  # first: a query that still runs would restart the capture
+        if self._lanes is not None:  # first, because a query that still runs would restart the capture
             self._lanes.close(end_queries=not self._owns_spark)
         if self._link is not None:
             self._link.stop()

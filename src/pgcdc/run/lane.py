@@ -1,5 +1,7 @@
-"""A lane: one streaming query that collects each batch once and hands it to its members in parallel. Its checkpoint is
-Spark's plus a folder `ends`: where each batch ended, as its source said."""
+"""A lane: one streaming query that collects each batch once and hands it to its members in parallel.
+
+Its checkpoint is Spark's plus a folder `ends`, which records where each batch ended according to its source.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +34,16 @@ if TYPE_CHECKING:
     from pyspark.sql.streaming.query import StreamingQuery
 
 
-FATAL_WAIT_S = 1.0  # How long the others may finish their writes when one failed for good
+FATAL_WAIT_S = 1.0  # How long the others may take to finish their writes when one failed for good
 LARGE_GRACE_S = 5.0
-"""Extra patience for a large batch: executors must start, and they write more at once. For TIMEOUT_EVENTS events; it grows
-in proportion."""
+"""Extra patience for a large batch: executors must start, and they write more at a time.
+
+For TIMEOUT_EVENTS events; for more it grows in proportion.
+"""
 
 
 class LaneStopped(Exception):
-    """Refuses a batch that came after the lane was stopped."""
+    """Refuses a batch that arrived after the lane was stopped."""
 
 
 class Planned(NamedTuple):
@@ -47,12 +51,12 @@ class Planned(NamedTuple):
 
     start: Position
     end: Position
-    events: int  # About
-    rows: int = 0  # That go to Spark with its plan; 0: its tasks read them
+    events: int  # Approximate
+    rows: int = 0  # How many rows go to Spark with its plan; 0: its tasks read them
 
 
 class Lane:
-    """One query and its members. `committed` says what Spark has committed and every member has made durable."""
+    """One query and its members. `committed` returns what Spark has committed and every member has made durable."""
 
     def __init__(self, name: str, checkpoint: Path, initial: Position, members: Callable[[], list[Member]]) -> None:
         """`initial`: where the capture says that its consumer began. `members` is called at the start of each batch."""
@@ -60,30 +64,31 @@ class Lane:
         self.members = members
         self.query: StreamingQuery | None = None
         self.program: Program | None = None
-        self.error: BaseException | None = None  # What a batch failed with, if one did
+        self.error: BaseException | None = None  # The error of a failed batch
         self.events = 0
         self.boundary = threading.Lock()
-        """Held while a batch runs: its holder is between two batches, and may move members."""
-        self.moved = threading.Event()  # Set when a batch has ended, however
-        self.ended = threading.Event()  # The same, for who acknowledges: the lanes of a run share it
+        """Held while a batch runs. Between two batches the holder may move members."""
+        self.moved = threading.Event()  # Set when a batch has ended, successfully or not
+        self.ended = threading.Event()  # The same for acknowledging: the lanes of a run share it
         self.times = BatchTimes()
         self.on_begin: Callable[[Position], None] = lambda start: None
         """Called with the start of each batch, before `members`."""
         self.on_leave: Callable[[Member, Position, BaseException | None], None] | None = None
-        """Gives a member its own lane, durably; None: nobody leaves this lane."""
+        """Gives a member its own lane, durably; None: no member leaves this lane."""
         self.on_batch: Callable[[Batch], None] | None = None
         """Called with the first chain's events of each collected batch, after the members have it."""
         self.large: Callable[..., LargeBatch] | None = None
-        """Set before the start: executors then write large batches to the sinks that can."""
+        """Set before the start if executors should write large batches to the sinks that allow it."""
         self.planned: Planned | None = None
-        self.is_stopping = False  # The batch that runs is the last one
+        self.is_stopping = False  # The running batch is the last one
         self.is_abandoned = False
-        """It gets no batch: its member moved away, and it waits to be stopped. Set by the holder of the boundary."""
+        """Receives no more batches: its member moved away, and it waits to be stopped. Set by the holder of the
+        boundary."""
         self.checkpoint = Checkpoint(checkpoint, initial)
-        self._last_batch = self.checkpoint.last_batch  # by an earlier run, maybe not yet confirmed
+        self._last_batch = self.checkpoint.last_batch  # by an earlier run, maybe not confirmed yet
         self._acked_batch = -1
         self.next_start = self.place
-        """Where the next batch begins; or an earlier start of a repeated batch that every member has."""
+        """Where the next batch begins, or the earlier start of a repeated batch that every member has."""
         self.last_start = self.next_start  # Where the last batch began
 
     def start(self, spark: SparkSession, options: dict[str, str], program: Program, *, once: bool = False) -> None:
@@ -107,11 +112,11 @@ class Lane:
 
     @property
     def place(self) -> Position:
-        """Where the query resumes: behind what Spark has committed."""
+        """Where the query resumes: after what Spark has committed."""
         return self.checkpoint.place
 
     def committed(self, send: Callable[[Position], object] = lambda position: None) -> Position | None:
-        """The end of the last batch that Spark has committed, made durable, then sent; None if it was sent before."""
+        """The end of the last batch that Spark has committed, made durable, then sent. None if it was sent before."""
         batch = self._last_batch
         while batch > self._acked_batch and not self.checkpoint.has_committed(batch):
             batch -= 1
@@ -127,7 +132,7 @@ class Lane:
         """While stopping: wait until the last batch is committed; False on timeout."""
         query, deadline = self.query, time.monotonic() + timeout_s
         while query is not None and query.isActive:
-            is_free = not self.boundary.locked()  # before the number is read: no other batch begins
+            is_free = not self.boundary.locked()  # before reading the number: no other batch begins
             batch = self._last_batch
             if is_free and (batch < 0 or self.checkpoint.has_committed(batch)):
                 return True
@@ -206,7 +211,7 @@ class Lane:
     def _submit_large(
         self, frame: DataFrame, start: Position, end: Position, events: int, members: list[Member]
     ) -> dict[str, WriteFuture]:
-        """Have executors write a large batch to these sinks. A write may outlast the batch if its sink leaves."""
+        """Have executors write a large batch to these sinks. If a sink leaves, its write may outlast the batch."""
         assert self.program is not None and self.large is not None
         explain = partial(self.program.explain, frame)
         futures: dict[str, WriteFuture] = {}
@@ -228,8 +233,10 @@ class Lane:
         members: list[Member],
         submit: Callable[[Member], WriteFuture],
     ) -> None:
-        """Wait for the writes of a batch. A sink that is too slow leaves, if another member has the batch. `submit` writes
-        the batch whole, for a sink that cannot take it in parts."""
+        """Wait for the writes of a batch. A sink that is too slow leaves, if another member has the batch.
+
+        `submit` writes the batch whole, for a sink that cannot take it in parts.
+        """
         began = time.monotonic()
         by_name = {one.name: one for one in members}
         while True:
@@ -258,15 +265,15 @@ class Lane:
 
 def _look_at(member: Member, future: WriteFuture | None, began: float) -> Write:
     if future is None:
-        return Write(WriteState.DONE, member.adapter.priority, began)  # it has the batch from before
-    if not future.done() or not (future.exception() or future.result()):  # or it wants the batch in another way
+        return Write(WriteState.DONE, member.adapter.priority, began)  # it already has the batch
+    if not future.done() or not (future.exception() or future.result()):  # or it wants the whole batch
         return Write(WriteState.RUNNING, member.adapter.priority, grace_s=future.grace_s)
     state, ended = WriteState.FAILED if future.exception() else WriteState.DONE, max(future.ended, began)
     return Write(state, member.adapter.priority, ended)
 
 
 def _name_adapter(name: str, error: BaseException | None) -> BaseException:
-    """Wraps an adapter's unexpected error: Spark would report only that its callback failed."""
+    """Add the adapter's name to an unexpected error: Spark would only report that its callback failed."""
     assert error is not None
     if isinstance(error, (PgcdcError, NotAMember)) or not isinstance(error, Exception):
         return error
@@ -284,12 +291,13 @@ def _close_after(batch: LargeBatch, writes: list[WriteFuture], _: object) -> Non
 
 # --- the checkpoint
 
-KEPT_ENDS = 200  # Ends of batches that a lane remembers: Spark keeps the last 100
-MAX_TAKEN_BACK = 50  # Batches between two acks: there is one at the end of nearly every batch
+KEPT_ENDS = 200  # How many ends of batches a lane keeps: Spark keeps the last 100
+MAX_TAKEN_BACK = 50  # The most batches between two acks: nearly every batch ends with one
 
 
 class Checkpoint:
-    """A file in `ends` for each batch, written before Spark commits it and durable before it is acknowledged."""
+    """A file in `ends` for each batch: written before Spark commits the batch, and durable before it is
+    acknowledged."""
 
     def __init__(self, folder: Path, initial: Position) -> None:
         """`initial`: where the first batch begins."""
@@ -317,7 +325,7 @@ class Checkpoint:
         try:
             text, is_whole, _ = (self._ends / str(batch)).read_text().partition("\n")
             return Position.parse(text if is_whole else "")
-        except (FileNotFoundError, ValueError) as error:  # or it was being written when the machine crashed
+        except (FileNotFoundError, ValueError) as error:  # or the machine crashed while it was written
             raise StateError(
                 f"{self._ends} does not say where batch {batch} ended",
                 "Restore the state directory from a backup, or begin with a new slot: pgcdc resync --new-slot",
@@ -327,7 +335,8 @@ class Checkpoint:
         return (self.folder / "commits" / str(batch)).exists()
 
     def note(self, batch: int, end: Position) -> None:
-        """Durable after `sync`. A repeated batch may have another end: the last one counts."""
+        """Record the end of a batch; durable after `sync`. A repeated batch may have another end: the last one
+        counts."""
         with explain_writing(self._ends):
             (self._ends / str(batch)).write_text(f"{end}\n")
             (self._ends / str(batch - KEPT_ENDS)).unlink(missing_ok=True)
@@ -341,7 +350,8 @@ class Checkpoint:
             fsync(self.folder / folder)
 
     def _take_back(self) -> None:
-        """After a crash of the machine Spark's log may be ahead of ours. Nobody acknowledged those batches: repeat them."""
+        """After a crash of the machine Spark's log may be ahead of ours. Those batches were not acknowledged: repeat
+        them."""
         last = known = self.last_batch
         while known >= 0 and last - known <= MAX_TAKEN_BACK:
             try:
@@ -350,7 +360,7 @@ class Checkpoint:
             except StateError:
                 known -= 1
         else:
-            return  # `place` refuses to go on
+            return  # `place` then raises
         for number in range(known + 1, last + 2):
             (self.folder / "commits" / str(number)).unlink(missing_ok=True)
             (self.folder / "offsets" / str(number + 1)).unlink(missing_ok=True)

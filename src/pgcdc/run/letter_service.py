@@ -1,6 +1,9 @@
-"""The dead letters of a pipeline: its store, notices, and replays, by the running pipeline or without one. A command asks
-for a replay at the run's socket, by its own id, until it gets the outcome: a lost answer is asked for again. The adapter's
-own thread delivers letters, batch by batch, between those of the stream."""
+"""The dead letters of a pipeline: its store, notices, and replays, both in a running pipeline and without one.
+
+A command requests a replay through the run's socket, with its own id, and repeats the request until it gets the
+outcome, so a lost answer does no harm. The adapter's own thread delivers letters, batch by batch, between those of the
+stream.
+"""
 
 from __future__ import annotations
 
@@ -44,20 +47,20 @@ if TYPE_CHECKING:
 
 POLL_S = 0.1
 TELL_S = 10.0
-KEPT_REPLAYS = 100  # The run remembers the outcome of this many replays: a command may not have read it yet
+KEPT_REPLAYS = 100  # How many outcomes of replays the run keeps, for commands that have not read them yet
 
 
 # --- the store
 
 
 def make_store(config: PipelineSettings, say: Callable[[str], None] = lambda text: None) -> DeadLetters:
-    """The configured store; nothing is touched yet."""
+    """The configured store. Does not access it yet."""
     if config.dlq == "none":
         return Dropped(say)
     if config.dlq == "pg_table":
         return PgDeadLetters(config.dlq_db or config.db, config.dlq_table)
     if config.dlq == "stderr" or (config.temporary_slot and config.dlq_file is None):
-        return StderrDeadLetters()  # the state directory of a temporary slot ends with it
+        return StderrDeadLetters()  # the state directory of a temporary slot is deleted with the slot
     if config.dlq_file is not None:
         return FileDeadLetters(config.dlq_file)
     return FileDeadLetters(StateDir(config.state_dir).letters_file, makes_folder=True)
@@ -69,7 +72,8 @@ def name_pipeline(identity: Identity) -> str:
 
 
 def check_not_captured(config: PipelineSettings) -> None:
-    """Raise ConfigError if a user's publication has the table of dead letters: each letter would be an event, too."""
+    """Raise ConfigError if a user's publication includes the table of dead letters: each letter would become an
+    event."""
     if config.dlq != "pg_table" or not config.uses_existing:
         return
     ours, source = parse_url(config.dlq_db or config.db), parse_url(config.db)
@@ -99,7 +103,7 @@ class LetterService:
     def __init__(
         self, config: PipelineSettings, state: StateDir, say: Callable[[str], None], store: DeadLetters | None
     ) -> None:
-        """`store` was given in Python, instead of the configured one."""
+        """`store` replaces the configured one, if it was given in Python."""
         self._config = config
         self._state = state
         self._say = say
@@ -110,7 +114,8 @@ class LetterService:
         self._replaying = threading.Lock()
 
     def check(self) -> None:
-        """Before anything is created. ConfigError if the pipeline is new or another one, and letters could not be kept."""
+        """Check the store before anything is created. ConfigError if the pipeline is new or another one, and letters
+        could not be kept."""
         try:
             if not self._is_given:
                 check_not_captured(self._config)
@@ -148,7 +153,7 @@ class LetterService:
     # --- replays
 
     def replay(self, lanes: Lanes, query: Query) -> Tally:
-        """Deliver letters again, on their adapters' threads. Call it from any other thread."""
+        """Redeliver letters on their adapters' threads. May be called from any other thread."""
         store = self.store
         if not isinstance(store, ReadableDeadLetters):
             raise ConfigError("these dead letters cannot be read again", "Use --dlq file or --dlq pg_table from now on")
@@ -165,11 +170,11 @@ class LetterService:
             error = future.exception()
             return Tally(error=str(error)) if error else done[0]
 
-        with self._replaying:  # one at a time: the next one must not find what this one delivers
+        with self._replaying:  # one at a time: the next one must not find letters that this one delivers
             return deliver_all(store, query, deliver)
 
     def answer(self, lanes: Lanes | None, request: dict[str, Any]) -> dict[str, Any]:
-        """The outcome of the replay `id`, or None while it runs. An unknown id starts one."""
+        """The outcome of the replay `id`, or None while it runs. An unknown id starts a replay."""
         name = request["id"]
         if name not in self._replays and lanes is not None:
             for old in [one for one, end in self._replays.items() if end][:-KEPT_REPLAYS]:
@@ -189,7 +194,7 @@ class LetterService:
 
 
 class _Telling(DeliveryHooks):
-    """Reports refused events: the first at once, then a count per interval."""
+    """Reports refused events: the first immediately, then a count per interval."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
@@ -211,7 +216,7 @@ class _Telling(DeliveryHooks):
 
 
 def ask_run(state: StateDir, query: Query) -> Tally:
-    """Have the running pipeline deliver letters again, and wait. StateError: it has ended."""
+    """Have the running pipeline redeliver letters, and wait. StateError: it has ended."""
     request = {"do": "replay", "id": str(uuid.uuid4()), "query": QUERY.dump_python(query, mode="json")}
     while Lock.holder(state.run_lock) is not None:
         found = ask(state.run_lock, request)
@@ -223,11 +228,11 @@ def ask_run(state: StateDir, query: Query) -> Tally:
     raise StateError("the run has ended meanwhile", "What was delivered is marked; the rest waits: pgcdc dlq replay")
 
 
-# --- replays without a run, or to another target than the configuration's
+# --- replays without a run, or to a target other than the configured one
 
 
 class Destination:
-    """Where an adapter's letters go. `is_other`: not the adapter's own target. `transforms`: what its events went
+    """Where an adapter's letters go. `is_other`: not the adapter's own target. `transforms`: those that its events went
     through."""
 
     def __init__(self, spec: AdapterSpec, transforms: Sequence[Any] = (), *, is_other: bool) -> None:
@@ -268,7 +273,7 @@ def open_destination(state: StateDir, destination: Destination) -> Iterator[Runn
 
 @contextlib.contextmanager
 def _copy_of_state(state: StateDir) -> Iterator[Path]:
-    """A throw-away copy of the state directory with what sinks need to know."""
+    """A temporary copy of the parts of the state directory that sinks need."""
     with tempfile.TemporaryDirectory(prefix="pgcdc-replay-") as folder:
         copy = StateDir(Path(folder))
         copy.acks.mkdir()

@@ -33,14 +33,14 @@ class NotAMember(Exception):
 
 
 class WriteFuture(Future[bool]):
-    """One write; `ended` is its end by the monotonic clock. False: the sink wants the batch whole."""
+    """One write; `ended` is its end by the monotonic clock. False: the sink wants the whole batch."""
 
     ended = 0.0
     grace_s = 0.0  # How much longer than usual the others wait for it
 
 
 def may_pass(error: BaseException | None) -> bool:
-    """Whether a failed sink is worth another try while the others continue."""
+    """Whether a failed sink is worth another attempt while the others continue."""
     return isinstance(error, PgcdcError) and error.policy is Policy.RETRY
 
 
@@ -64,10 +64,10 @@ class Member:
         self.sink.chain = lambda: column_chain(self.chain)  # a reload changes it
         self.is_open = False
         self.last_error: BaseException | None = None
-        self.away_s = 0.0  # How long it stays out of main: longer each time it leaves again soon
+        self.away_s = 0.0  # How long it stays out of main: longer each time it soon leaves again
         self.rejoin_at = 0.0
         self.rejoined_at = -math.inf
-        self.hold_at = 0.0  # From when on main may be held for it
+        self.hold_at = 0.0  # From when on main may wait for it
         self._membership = membership
         self._left = 0
         self._is_closed = False
@@ -77,7 +77,7 @@ class Member:
 
     @property
     def reached(self) -> Position:
-        """Everything up to here is settled for it."""
+        """Everything up to here is settled for this adapter."""
         return self._membership.reached(self.name, self.sink.ack)
 
     @property
@@ -87,7 +87,7 @@ class Member:
             return self._left > 0 or self.sink.attempts.is_busy
 
     def open(self, start: Position) -> None:
-        """Open the sink where its lane resumes. A sink that skipped earlier runs would have a gap."""
+        """Open the sink where its lane resumes. A sink that missed earlier runs would have a gap."""
         if not self.is_open:
             self.sink.open(start)
             self.is_open, self.last_error = True, None
@@ -96,7 +96,7 @@ class Member:
 
     @property
     def takes_parts(self) -> bool:
-        """Whether executors may write to it: it can, and no rate limit needs its events in sequence."""
+        """Whether executors may write to it: its sink supports that, and no rate limit needs its events in sequence."""
         return self.sink.sink.takes_executors and not self.sink.options.rate_limit
 
     def submit(self, lane: str, batch: Batch) -> WriteFuture:
@@ -136,7 +136,7 @@ class Member:
         return future
 
     def close(self) -> None:
-        """End the thread and close the sink; a sink still being written to is abandoned."""
+        """End the thread and close the sink. Abandons a sink that is still being written to."""
         with self._lock:
             self._is_closed = True
             self._tasks.put(None)

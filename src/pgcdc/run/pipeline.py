@@ -23,9 +23,9 @@ __all__ = ["Pipeline", "StopNow"]
 class Pipeline(Driver):
     """From a source to adapters, once. `run` blocks; everything else may be called from other threads.
 
-    `source` is a whole configuration, as `pgcdc.sources` makes it or `load_config` reads it; what is given as `adapters`
-    and `transforms` counts instead of what it says of them. `read_again` reads the configuration again for `request_reload`.
-    `dead_letters` is a store of refused events, if it is not to be the one of the configuration (`dlq`).
+    `source` is a whole configuration, as `pgcdc.sources` makes it or `load_config` reads it. `adapters` and
+    `transforms` override those of the configuration. `read_again` reads the configuration again for `request_reload`.
+    `dead_letters` is a store of refused events, to replace the configured one (`dlq`).
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Pipeline(Driver):
         chains.check(None)
         super().__init__(source, chains, read_again, say, dead_letters)
         self._is_begun = False
-        self._ended: Future[None] | None = None  # Of a run in a thread of its own
+        self._ended: Future[None] | None = None  # Of a run in its own thread
 
     @property
     def phase(self) -> str:
@@ -57,7 +57,7 @@ class Pipeline(Driver):
 
     @property
     def is_starting(self) -> bool:
-        """Whether nothing can be in flight yet: then `run` may be interrupted anywhere."""
+        """Whether nothing can be in flight yet, so that `run` may be interrupted anywhere."""
         return self._phase in ("starting", "starting Spark", "warming up")
 
     def run(self) -> None:
@@ -68,7 +68,7 @@ class Pipeline(Driver):
         self.drive()
 
     def start(self) -> None:
-        """Run in a thread of its own; the stream is read when this returns. Raises what ended the start."""
+        """Run in a separate thread. The stream is being read when this returns. Raises the error of a failed start."""
         ready, ended, before = Future[None](), Future[None](), self.on_ready
 
         def on_ready() -> None:
@@ -91,7 +91,7 @@ class Pipeline(Driver):
             ended.result()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Until a pipeline that was started has ended; False: not in this time. Raises what ended it."""
+        """Wait until a pipeline that was started has ended; False on timeout. Raises the error that ended it."""
         if self._ended is None:
             raise PgcdcError("the pipeline was not started", "Call start() first")
         if not wait([self._ended], timeout_s).done:
@@ -104,14 +104,15 @@ class Pipeline(Driver):
         self._stop.set()
 
     def add_adapter(self, spec: AdapterSpec) -> None:
-        """Deliver to one more adapter, from now on. Durable when this returns; from any thread, while `run` streams."""
+        """Deliver to one more adapter, from now on. Durable on return. May be called from any thread while `run`
+        streams."""
         lanes = self._running_lanes()
         spec = with_source_db(spec, self.config.db)
         check_adapters((*self._chains.specs, spec))
         self._chains.check(self._spark, [spec])
         (looked,) = self._make_adapters([spec])
 
-        def add() -> None:  # adapters and transforms may be others by then
+        def add() -> None:  # adapters and transforms may have changed by then
             check_adapters((*self._chains.specs, spec))
             note_targets(self.state, self._chains.by_spec([spec]))
             made = replace(looked, chain=self._chains.of(spec))
@@ -121,7 +122,7 @@ class Pipeline(Driver):
         lanes.ask(add)
 
     def remove_adapter(self, name: str) -> None:
-        """Deliver nothing more to an adapter; its ack stays. Durable when this returns; from any thread."""
+        """Stop delivering to an adapter; its ack stays. Durable on return. May be called from any thread."""
 
         def remove() -> None:
             self._running_lanes().remove_adapter(name)
@@ -130,14 +131,17 @@ class Pipeline(Driver):
         self._running_lanes().ask(remove)
 
     def replay(self, adapter: str | None = None, ids: Sequence[str] = ()) -> Tally:
-        """Deliver dead letters again that wait: all, those of an adapter, or these. From any thread, while `run` streams."""
+        """Redeliver waiting dead letters: all, those of an adapter, or these. May be called from any thread while `run`
+        streams."""
         query = Query(self._letters.store.pipeline, adapter, tuple(ids), is_waiting=True)
         return self._letters.replay(self._running_lanes(), query)
 
     def sentinel(self, adapters: Sequence[str] = ()) -> Sentinel:
-        """Mark this moment in the stream; its `wait` returns when these adapters (none: all) have everything before it."""
+        """Mark this moment in the stream; its `wait` returns when these adapters (none: all) have everything before
+        it."""
         return Sentinel(self.state, adapters)
 
     def request_reload(self) -> None:
-        """Read the configuration again and take its transforms and routes. Returns at once: fit for a signal handler."""
+        """Read the configuration again and apply its transforms and routes. Returns immediately, so it is safe in a
+        signal handler."""
         self.reloads.ask()

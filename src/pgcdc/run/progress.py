@@ -1,4 +1,5 @@
-"""What a run says while it goes on: how far snapshots are, what becomes of tables, and what is confirmed at the end."""
+"""What a run reports while it continues: the progress of snapshots, changes of tables, and what was confirmed at the
+end."""
 
 from __future__ import annotations
 
@@ -49,11 +50,11 @@ class SnapshotWatch:
         self._is_due = Every(INTERVAL_S)
         self._seen = ""
         self._settled: Position | None = None
-        """Where the last row is, including rows read beside the stream, which continues behind it."""
+        """The position of the last row, including rows read beside the stream; the stream continues after it."""
         self._warned: str | None = None
         self._told: set[str] = set()
         self.show: Callable[[dict[str, Any]], None] | None = None
-        """Gets the status every second while rows are read, and once when the initial snapshot is complete."""
+        """Receives the status every second while rows are read, and once when the initial snapshot is complete."""
 
     def follow(
         self, read_status: Callable[[], dict[str, Any]], lanes: Lanes | None = None, *, at_once: bool = False
@@ -86,7 +87,8 @@ class SnapshotWatch:
             self._say(warning)
 
     def _tell_requests(self, requests: Sequence[dict[str, Any]]) -> None:
-        """One line for each that failed or completed. An earlier run reported what ended before us."""
+        """Report each request that failed or completed, on one line. Those that ended before this run were already
+        reported."""
         for one in requests:
             if one["status"] in ("done", "failed") and one["id"] not in self._told and one["finished"] >= self._began:
                 self._told.add(one["id"])
@@ -121,7 +123,7 @@ class TableWatch:
         self._shapes.refresh()
 
     def follow(self) -> None:
-        """Capture newly created tables, where all are wanted, and say so."""
+        """Capture newly created tables if all are wanted, and report them."""
         if not self._is_due():
             return
         try:
@@ -140,7 +142,7 @@ class TableWatch:
         self._noted = notes
 
     def tell_changes(self, chains: Sequence[Chain]) -> None:
-        """Altered tables; and what transforms no longer find: a renamed column is not masked."""
+        """Report altered tables, and columns that transforms no longer find: a renamed column is not masked."""
         changes = self._shapes.refresh()
         for change in changes:
             for line in describe_change(change):
@@ -149,8 +151,8 @@ class TableWatch:
             self.tell_missing(chains)
 
     def tell_missing(self, chains: Sequence[Chain]) -> None:
-        """A column that no table has is no error: the table may come later. But a mask that hides nothing must be
-        reported."""
+        """Report columns in transforms that no table has. That is not an error, since the table may come later. But a
+        mask that hides nothing must be reported."""
         identity = self._state.identity()
         if identity is None or not any(chain.transforms for chain in chains):
             return

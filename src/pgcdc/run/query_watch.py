@@ -21,20 +21,20 @@ MAX_QUERY_FAILURES = 5
 
 
 class QueryWatch:
-    """Watches one lane. `look` raises what must end the run."""
+    """Watches one lane. `look` raises the error that must end the run."""
 
     def __init__(self, lane: Lane, lanes: Lanes) -> None:
         self.lane = lane
         self.failures = 0
         self.retry_at = 0.0
         self.is_done = False
-        self.position: Position | None = None  # What was acknowledged last
-        self.error: PgcdcError | None = None  # What it failed with, until it is over that
+        self.position: Position | None = None  # The last acknowledged position
+        self.error: PgcdcError | None = None  # The error it failed with, until it has recovered
         self._lanes = lanes
         self._is_main = lane.name == MAIN
         self._began = 0.0
         self._schema_place: Position | None = None
-        """Where the typed query last restarted for other columns: once per place."""
+        """Where the typed query last restarted because of other columns: once per place."""
 
     def start(self) -> None:
         lanes, lane = self._lanes, self.lane
@@ -49,7 +49,7 @@ class QueryWatch:
             raise self._explain(error) from error
 
     def look(self) -> None:
-        """Start a missing query, and find out why one has ended."""
+        """Start a missing query, and find out why a query has ended."""
         lane = self.lane
         if lane.query is None:
             if not self.is_done and time.monotonic() >= self.retry_at:
@@ -70,7 +70,7 @@ class QueryWatch:
             self.recover(self._explain(error))
 
     def fail(self, error: Exception) -> None:
-        """Something failed beside the query: stop it, and restart it if that may help."""
+        """Something outside the query failed: stop the query, and restart it if that may help."""
         explained = self._explain(error)
         if self.lane.query is not None:
             stop_within(QUERY_STOP_S, self.lane.query)
@@ -78,7 +78,7 @@ class QueryWatch:
         self.recover(explained)
 
     def recover(self, error: PgcdcError) -> None:
-        """Restart a query from its checkpoint if its failure may pass; anything else ends the run."""
+        """Restart a query from its checkpoint if its failure may be temporary; anything else ends the run."""
         if self._follow_schema(error):
             return
         is_lasting = self.failures >= MAX_QUERY_FAILURES and not isinstance(error, SinkUnavailable)
@@ -96,7 +96,7 @@ class QueryWatch:
             self._lanes.say(f"{error.message}; starting the {what} again in {delay_s:.1f} s")
 
     def acknowledge(self) -> None:
-        """Every member has made durable what Spark committed: the capture may confirm it."""
+        """Every member has made durable what Spark committed, so the capture may confirm it."""
         if self._is_main:
             hit("driver.before_ack")
         link, name = self._lanes.link, self.lane.name
@@ -109,11 +109,11 @@ class QueryWatch:
             hit("driver.after_ack")
 
     def _begin(self) -> None:
-        """Start a query that was never started or failed."""
+        """Start a query that was never started or that failed."""
         try:
             if not self._is_main:
                 member = next(iter(self.lane.members()), None)
-                if member is None or member.is_busy:  # what was begun has to end first
+                if member is None or member.is_busy:  # writes that have begun must end first
                     return
                 member.open(self.lane.place)
             self.start()
@@ -127,7 +127,7 @@ class QueryWatch:
         self.error = None
 
     def _follow_schema(self, error: PgcdcError) -> bool:
-        """A typed query that met other columns restarts there, with these; True if it may."""
+        """When a typed query meets other columns, restart it there with the new ones; True if it may."""
         from pgcdc.event.typed import LOAD_AGAIN
 
         if not isinstance(error, SchemaChanged) or self._schema_place == self.lane.place:

@@ -3,8 +3,8 @@
 keys that the sinks have → note → drop the old slot and its state → new slot, with the existing rows → acks, TRUNCATEs,
 requests for rows that vanished → note removed
 
-Nothing is dropped before the keys are durable. From then on the note says what to do, every step is repeatable, and only a
-resync can start in the state directory: after a crash anywhere, run it again.
+Nothing is dropped before the keys are durable. From then on the note says what to do, every step is repeatable, and
+only a resync can start in the state directory. After a crash at any point, run it again.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Resync:
     two_phase: bool = False
     say: Callable[[str], None] = lambda text: None
     note: dict[str, Any] = field(default_factory=dict, init=False)
-    """Of a resync that has dropped things already: nothing is left to decide."""
+    """The note of a resync that has already dropped things: nothing is left to decide."""
 
     def __post_init__(self) -> None:
         self.state = StateDir(self.state_dir)
@@ -98,7 +98,7 @@ class Resync:
         self._locks.close()
 
     def plan(self) -> list[str]:
-        """What will happen and what is lost, one line each. Raises for what must not be; changes nothing."""
+        """What will happen and what is lost, one line each. Raises if the resync is not allowed; changes nothing."""
         self.note = read_json(self.state.resync_note) or {}
         self.truncate = self.note.get("truncate", self.truncate)
         self.two_phase = self.two_phase or self.note.get("two_phase", False)
@@ -110,7 +110,7 @@ class Resync:
         return [f"goes on with the resync of slot {self._identity.stream} that was begun and not finished"]
 
     def run(self) -> None:
-        """Do what `plan` said. May be killed anywhere and run again."""
+        """Carry out what `plan` described. Can be killed at any point and run again."""
         if self.read_again:
             self._read_again()
             return
@@ -196,7 +196,7 @@ class Resync:
         return [sink for sink, reason in self._files() if sink.is_there and not reason]
 
     def _blind(self) -> list[str]:
-        """The adapters whose targets cannot be read back: all but files."""
+        """The adapters whose targets cannot be read back: all except files."""
         return [one.name for one in self._acks() if "path" not in one.detail and not one.is_keyed]
 
     def _keyed(self) -> tuple[str, ...]:
@@ -234,7 +234,7 @@ class Resync:
                 yield f"the query of consumer {consumer} cannot go on: begin it again, with a new checkpoint and target"
 
     def _look(self) -> tuple[str, str]:
-        """Why the server is not the known one, and why the slot cannot be resumed; "" if all is well."""
+        """Why the server is not the known one, and why the slot cannot be resumed; "" if neither is a problem."""
         known, lost, other = self._identity, "", ""
         with self._connect() as sql:
             slot = self._slot = get_slot(sql, known.stream)
@@ -257,7 +257,7 @@ class Resync:
         return other, lost
 
     def _check_selection(self) -> None:
-        """Refuse what cannot be captured before anything is dropped."""
+        """Refuse tables that cannot be captured before anything is dropped."""
         options = self._source_options()
         if options.tables and not SlotDetails.of(self._identity).selection.names_tables:
             raise ConfigError(f"publication {options.publication} is yours", "Alter it instead of giving --tables")
@@ -302,10 +302,10 @@ class Resync:
         yield from (f"adapter {one} cannot be read back: {_NOT_DELETED} for it" for one in self._blind())
         yield from (f"adapter {one} replaces its copy of the table" for one in self._keyed())
 
-    # --- what is done
+    # --- the steps
 
     def _collect(self, tables: Sequence[PublishedTable]) -> list[dict[str, Any]]:
-        """Each sink's keys, in durable files."""
+        """Write each sink's keys to durable files."""
         self.say("reading what the sinks have")
         shutil.rmtree(self.state.resync, ignore_errors=True)
         self.state.resync.mkdir()
@@ -356,7 +356,7 @@ class Resync:
         now = {(one.relation.namespace, one.relation.name): list(one.key) for one in tables if one.key}
         known = {tuple(one["table"]): one["key"] for one in keys}
         if not self.truncate and self._readable() and now != known:
-            keys = self._collect(tables)  # publications were changed or dropped before: their current tables count
+            keys = self._collect(tables)  # publications were already changed or dropped, so their current tables count
             self._save(**{**self.note, "keys": keys})
         self._release_truncates(start, tables)
         hit("resync.truncated")
@@ -372,10 +372,10 @@ class Resync:
         hit("resync.acked")
 
     def _release_truncates(self, start: Position, tables: Sequence[PublishedTable]) -> None:
-        """Tables that cannot be compared by key are emptied at the sink before their rows come; by adapters that keep
-        copies, all are."""
+        """Empty tables that cannot be compared by key at the sink before their rows come. Adapters that keep copies
+        empty all tables."""
         releases, end, done = Releases(self.state.snapshot, start), start, set()
-        for release in releases.after(start):  # of a resync that was interrupted here
+        for release in releases.after(start):  # left by a resync that was interrupted here
             end = release.end
             done.add((release.relation or {}).get("oid"))
         keyed = self._keyed()
@@ -388,7 +388,7 @@ class Resync:
     def _request(
         self, queue: RequestQueue, keys: dict[str, dict[str, Any]], before: Sequence[SnapshotRequest] = ()
     ) -> None:
-        """Request the rows that vanished, by id and the sinks' keys; the key files are with the requests."""
+        """Request the rows that vanished, by id and the sinks' keys. The key files are kept with the requests."""
         requests, folder = list(before), self.state.snapshot_keys
         for name, one in keys.items():
             if one["count"]:
@@ -404,7 +404,7 @@ class Resync:
             queue.add(*requests)
 
     def _read_again(self) -> None:
-        """Requests for some tables of a working slot: their rows, and those that vanished."""
+        """Request some tables of a working slot again: their rows, and those that vanished."""
         chosen = self._chosen()
         keys = self._collect(chosen)
         hit("resync.keys")

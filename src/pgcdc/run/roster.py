@@ -1,14 +1,14 @@
-"""Who is in which lane: the decisions, and the order of the durable steps of a move. No Spark, no files, no clock.
+"""Which adapter is in which lane: the decisions, and the order of the durable steps of a move. No Spark, no files, no clock.
 
-Every adapter is in exactly one lane: `main`, or one of its own. What is here is the same after a crash (`lanes.json`), and
-each move is one replacement of that file. A lane is also a consumer of the capture, which keeps for it what it has not read.
-So a lane's consumer is there before the file names the lane, and goes after the file has forgotten it; a consumer that no
-file knows is what a crash between the two left, and is let go of at the next start.
+Every adapter is in exactly one lane: `main`, or a lane of its own. This assignment survives a crash (`lanes.json`), and each
+move is one replacement of that file. A lane is also a consumer of the capture, which keeps everything that the lane has not
+read. A lane's consumer is therefore created before the file names the lane, and removed after the file has forgotten it. A
+consumer that no file knows is left from a crash between these two steps, and is released at the next start.
 
     leave     a sink failed or is slow in the batch (start, end] of main: its own lane begins at `start`
     rejoin    its lane has brought it to where main's next batch begins
-    skip      fast mode: a new lane of its own begins further ahead, and what lies between is counted as dropped
-    add       a new adapter begins in a lane of its own, and rejoins like any other
+    skip      fast mode: a new lane begins further ahead, and the events in between are counted as dropped
+    add       a new adapter begins in its own lane, and rejoins like any other
     remove    it is in no lane
 """
 
@@ -41,21 +41,22 @@ class WriteState(Enum):
 class Write:
     state: WriteState
     priority: str = "normal"
-    ended: float = 0.0  # When it was over, by the clock of `judge`
+    ended: float = 0.0  # When it ended, by the clock of `judge`
     grace_s: float = 0.0  # How much longer than usual the others wait for it
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What becomes of a batch: how long to wait before looking again (0: it is over), and who leaves the lane."""
+    """What to do in a batch: how long to wait before the next look (0: it is over), and which adapters leave the
+    lane."""
 
     wait_s: float = 0.0
     leave: tuple[str, ...] = ()
 
 
 def judge(writes: Mapping[str, Write], now: float) -> Verdict:
-    """Who must leave a lane, so that those who have the batch can continue. Nobody leaves before another sink has the
-    batch."""
+    """Which adapters must leave a lane so that those that have the batch can continue. None leaves before another sink
+    has the batch."""
     done = [one.ended for one in writes.values() if one.state is WriteState.DONE]
     failed = [name for name, one in writes.items() if one.state is WriteState.FAILED]
     running = {name: one for name, one in writes.items() if one.state is WriteState.RUNNING}
@@ -68,19 +69,19 @@ def judge(writes: Mapping[str, Write], now: float) -> Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """An adapter's lane, and where that began (main has a checkpoint for this)."""
+    """An adapter's lane, and where that lane began (main's checkpoint knows its own)."""
 
     lane: str = MAIN
     start: Position | None = None
     floor: Position = Position.at(0, 0)  # noqa: RUF009 - frozen
     """Everything up to here counts as delivered to it, including what fast mode skipped."""
-    dropped: int = 0  # How many events were skipped, ever
+    dropped: int = 0  # How many events were skipped in total
 
 
 @dataclass(frozen=True, slots=True)
 class Roster:
     places: Mapping[str, Place] = field(default_factory=dict)
-    number: int = 0  # Number of the last lane made: no two have the same name
+    number: int = 0  # Number of the last lane created: names are never reused
 
     def to_json(self) -> dict[str, Any]:
         adapters = {
@@ -91,7 +92,7 @@ class Roster:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any] | None) -> Roster:
-        """Inverse of `to_json()`; None: nobody has moved yet. StateError: invalid."""
+        """Inverse of `to_json()`; None: no adapter has moved yet. StateError: invalid."""
         if raw is None:
             return cls()
         try:
@@ -112,27 +113,27 @@ class Roster:
 
 
 class Outside(Protocol):
-    """What a move changes. Everything is durable when it returns and harmless to repeat."""
+    """The side effects of a move. Each method is durable when it returns and harmless to repeat."""
 
     def save(self, roster: Roster) -> None:
         """Replace `lanes.json`."""
 
     def join(self, lane: str, at: Position) -> None:
-        """Have the capture keep everything behind `at` for this lane. GapError: it no longer has it."""
+        """Have the capture keep everything after `at` for this lane. GapError: it no longer has it."""
 
     def forget(self, lane: str) -> None:
-        """The capture keeps nothing more for this lane."""
+        """Let the capture release what it keeps for this lane."""
 
 
 class Membership:
-    """Thread-safe. A method that raises has changed nothing that matters: at most an unknown consumer is left."""
+    """Thread-safe. A method that raises leaves at most an unknown consumer behind."""
 
     def __init__(self, roster: Roster, outside: Outside) -> None:
-        self.roster = roster  # Who is where
+        self.roster = roster  # Which adapter is in which lane
         self._outside = outside
         self._lock = threading.RLock()
         self._writing: set[str] = set()
-        self._number = 0  # Of the last lane that was tried to be made
+        self._number = 0  # The number of the last lane that was attempted
 
     def __getitem__(self, adapter: str) -> Place:
         return self.roster.places[adapter]
@@ -144,13 +145,17 @@ class Membership:
         return [name for name, one in self.roster.places.items() if one.lane == lane]
 
     def reached(self, adapter: str, ack: Position) -> Position:
-        """Up to where an adapter is settled: delivered or skipped."""
+        """The position up to which an adapter is settled: delivered or skipped."""
         place = self.roster.places.get(adapter)
-        return max(ack, place.floor) if place else ack  # one that is being removed has nothing else
+        return max(ack, place.floor) if place else ack  # an adapter that is being removed has no place
 
     def recover(self, adapters: Iterable[str]) -> None:
-        """At the start, with the wanted adapters. The caller opens the sinks, then releases unknown consumers. In this
-        order: a lane that lost its file is unknown, its sink has a gap, and what it needs is still kept."""
+        """Called at the start with the wanted adapters. Afterwards the caller opens the sinks, then releases unknown
+        consumers.
+
+        The order matters: the consumer of a lane that lost its file is unknown and its sink has a gap, but what it
+        needs is still kept.
+        """
         with self._lock:
             places = {name: self.roster.places.get(name, Place()) for name in adapters}
             if places != self.roster.places:
@@ -160,7 +165,7 @@ class Membership:
                     self._outside.join(one.lane, one.start)
 
     def begin_write(self, adapter: str, lane: str) -> bool:
-        """Whether a lane may write to an adapter now: it is the adapter's lane, and nobody else writes."""
+        """Whether a lane may write to an adapter now: it is the adapter's lane, and no other write is running."""
         with self._lock:
             if adapter not in self.members(lane) or adapter in self._writing:
                 return False
@@ -176,8 +181,8 @@ class Membership:
         return self._move(adapter, start, self[adapter])
 
     def rejoin(self, adapter: str, ack: Position, next_start: Position) -> bool:
-        """Return an adapter to main, if main's next batch begins at or before its place and nobody writes to it. False: not
-        yet."""
+        """Return an adapter to main, if main's next batch begins at or before its place and no write to it is running.
+        False: not yet."""
         with self._lock:
             place = self.roster.places.get(adapter)
             if (
@@ -191,7 +196,7 @@ class Membership:
             return True
 
     def skip(self, adapter: str, to: Position, events: int) -> str:
-        """An adapter continues behind `to`, without `events` events. Returns its new lane's name."""
+        """Let an adapter continue after `to`, without `events` events. Returns its new lane's name."""
         with self._lock:
             before = self[adapter]
             if before.lane == MAIN or adapter in self._writing:
@@ -199,7 +204,7 @@ class Membership:
             return self._move(adapter, to, replace(before, floor=to, dropped=before.dropped + events))
 
     def add(self, adapter: str, start: Position) -> str:
-        """A new adapter, in its own lane that begins at `start`. Returns the lane's name."""
+        """Add an adapter in its own lane that begins at `start`. Returns the lane's name."""
         with self._lock:
             if adapter in self:
                 raise ConfigError(f"there is an adapter {adapter!r} already", "Give it another name")
@@ -219,9 +224,9 @@ class Membership:
                 self._outside.forget(lane)
 
     def _move(self, adapter: str, start: Position, place: Place) -> str:
-        """Into a new lane. Its consumer comes first: from then on nothing behind `start` is lost."""
+        """Move to a new lane. Its consumer comes first, so that nothing after `start` can be lost."""
         with self._lock:
-            # Never reuse a number, even after a failed step: a consumer with another start may be left.
+            # Never reuse a number, even after a failed step: it may have left a consumer with another start.
             number = self._number = max(self._number, self.roster.number) + 1
             lane = f"{MAIN}~{adapter}~{number}"
             self._outside.join(lane, start)

@@ -1,5 +1,8 @@
-"""Sentinels: wait until targets have everything that was committed before now. The waiting is done here, in the process of
-whoever asks: the capture says where the sentinel stands in the stream, and the run how far each adapter is."""
+"""Sentinels: wait until targets have everything that was committed before now.
+
+The waiting happens here, in the calling process: the capture says where the sentinel is in the stream, and the run how
+far each adapter is.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +21,19 @@ POLL_S = 0.02
 
 
 class Sentinel:
-    """A mark in the stream of the pipeline that runs in a state directory, behind everything committed before `asked_at`."""
+    """A mark in the stream of the pipeline that runs in a state directory, after everything committed before
+    `asked_at`."""
 
     def __init__(self, state: StateDir, adapters: Sequence[str] = ()) -> None:
-        """Asks for it. `wait` then waits for these adapters, or for all. Raises with advice if no pipeline runs there."""
+        """Requests the mark. `wait` then waits for these adapters, or for all. Raises with advice if no pipeline runs
+        there."""
         self.id = secrets.token_hex(8)
         self.asked_at = datetime.now().astimezone()
-        self.position: Position | None = None  # Where it stands in the stream; None: not known yet
-        self.took_s: dict[str, float] = {}  # For each adapter that has it: how long after the request that was seen
+        self.position: Position | None = None  # Where it is in the stream; None: not known yet
+        self.took_s: dict[str, float] = {}  # By adapter that has it: seconds from the request until we saw that
         self._state, self._began = state, time.monotonic()
-        self.waits_for_copies = True  # That are replaced as a whole
-        self._trouble = ""  # Why the capture does not say where it stands
+        self.waits_for_copies = True  # Also wait for copies that are being replaced
+        self._trouble = ""  # Why the capture cannot say where it is
         run = self._ask_run()
         self._adapters = tuple(adapters or run.get("adapters", ()))
         self._check_adapters(run)
@@ -37,8 +42,8 @@ class Sentinel:
             raise StateError(f"the pipeline does not read yet: {phase}", "Try again when pgcdc status says streaming")
 
     def wait(self, timeout_s: float = 30.0) -> float:
-        """Return when the adapters have it: how many seconds after the request. If they do not have it in time, or the
-        pipeline ends, raises with the adapters that lack it."""
+        """Wait until the adapters have it; returns the seconds since the request. Raises on timeout or if the pipeline
+        ends, naming the adapters that do not have it."""
         deadline = time.monotonic() + timeout_s
         while lacking := self._look():
             if time.monotonic() > deadline:
@@ -50,9 +55,9 @@ class Sentinel:
         """The status of each adapter that does not have it."""
         if self.position is None:
             try:
-                self._ask_capture()  # also a new one: the id is a new sentinel for it
+                self._ask_capture()  # also works with a new capture, where the id creates a new sentinel
                 self._trouble = ""
-            except PgcdcError as error:  # it may connect again
+            except PgcdcError as error:  # it may reconnect
                 self._trouble = str(error)
         run = self._ask_run()
         self._check_adapters(run)
@@ -60,7 +65,7 @@ class Sentinel:
         for name in self._adapters:
             lane = lanes.get(name, {"adapter": name})
             has_it = self.position and lane.get("ack") and Position.parse(lane["ack"]) >= self.position
-            if has_it and not (self.waits_for_copies and lane.get("reloading")):  # whose rows it leaves out
+            if has_it and not (self.waits_for_copies and lane.get("reloading")):  # rows of these are left out
                 self.took_s.setdefault(name, time.monotonic() - self._began)
             elif name not in self.took_s:
                 lacking.append(lane)
@@ -84,7 +89,7 @@ class Sentinel:
         return run
 
     def _ask_capture(self) -> bool:
-        """Ask where it stands; False if no capture answers."""
+        """Ask where it is in the stream; False if no capture answers."""
         reply = ask(self._state.capture_lock, {"do": "sentinel", "id": self.id})
         self.position = Position.parse(reply["position"]) if reply.get("position") else None
         return "position" in reply
@@ -105,8 +110,11 @@ def _describe(lane: dict[str, Any]) -> str:
 
 
 def wait_for(state: StateDir, adapters: Sequence[str] = (), timeout_s: float = 30.0) -> Position:
-    """Wait until these adapters (none: all) of the pipeline that runs in `state` have everything that was committed before
-    this call, but for copies that are replaced meanwhile. Returns a position behind all of that."""
+    """Wait until these adapters (none: all) of the pipeline in `state` have everything that was committed before this
+    call.
+
+    Does not wait for copies that are being replaced. Returns a position after all of that.
+    """
     sentinel = Sentinel(state, adapters)
     sentinel.waits_for_copies = False
     sentinel.wait(timeout_s)

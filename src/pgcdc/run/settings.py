@@ -31,7 +31,8 @@ class VerifySettings(Options):
 class PipelineSettings(
     PostgresOptions, RateOptions, CaptureOptions, EventSettings, TypedSettings, ReaderSettings, LetterSettings
 ):
-    """Everything but adapters and transforms, which `pgcdc.config` reads from flags and files, or Python gives."""
+    """Everything except adapters and transforms, which `pgcdc.config` reads from flags and files, or Python
+    provides."""
 
     bus_mode: Literal["reliable", "fast"] = setting(
         "reliable", "fast: an adapter that falls behind by --bus-buffer events skips ahead, and loses them.", ADAPTERS
@@ -73,20 +74,20 @@ class PipelineSettings(
 
 
 def choose_specs(settings: PipelineSettings, given: Any) -> tuple[Any, ...]:
-    """The adapters of a pipeline: those made in Python, one or many, or else the configured ones."""
+    """The adapters of a pipeline: those made in Python (one or several), otherwise the configured ones."""
     specs = settings.adapter_specs if given is None else given if isinstance(given, (list, tuple)) else (given,)
     return tuple(with_source_db(one, settings.db) for one in specs)
 
 
 def view_source(settings: PipelineSettings, state: StateDir, chain: Chain) -> SourceView:
-    """What an adapter may know of a source before anything is created. Reads tables on demand."""
+    """What an adapter may know about a source before anything is created. Reads tables on demand."""
 
     def tables() -> set[tuple[str, str]]:
         return {(one.namespace, one.name) for one in make_source(source).tables(state)}
 
     def relations() -> list[Relation]:
         if any(from_spec(one).type in ("sql", "python") for one in chain.transforms):
-            return []  # nobody knows which columns they make
+            return []  # the columns they produce are not known
         edits, routes = column_chain(chain), [full_pattern(one) for one in chain.routes or ("*:*",)]
         found = (one for one in make_source(source).tables(state) if any(fnmatchcase(one.channel, r) for r in routes))
         return [edits.describe(one, None)[0] for one in found]

@@ -1,5 +1,8 @@
-"""The lanes of a run: their queries are started, watched, restarted after failures, and stopped in order. One thread watches
-(`step`). Requests from others (add or remove an adapter, other transforms) run between two of its looks."""
+"""The lanes of a run: their queries are started, watched, restarted after failures, and stopped in order.
+
+One thread watches (`step`). Requests from others (add or remove an adapter, other transforms) run between two of its
+looks.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,8 @@ if TYPE_CHECKING:
 
 POLL_S = 0.25
 COMMIT_S = 0.05
-"""From the end of a batch to the look at what Spark has committed. Under load there are no more looks than this allows."""
+"""The delay between the end of a batch and the look at what Spark has committed. Also limits how often to look under
+load."""
 READING_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 8.0
 CONSUMERS_INTERVAL_S = 10.0
@@ -44,7 +48,7 @@ LIMIT_INTERVAL_S = 1.0
 
 
 class Lanes:
-    """All lanes of a pipeline. `step` raises what must end the run."""
+    """All lanes of a pipeline. `step` raises the error that must end the run."""
 
     def __init__(
         self,
@@ -68,7 +72,7 @@ class Lanes:
         self._is_limit_due, self._is_consumers_due = Every(LIMIT_INTERVAL_S), Every(CONSUMERS_INTERVAL_S)
         self._move_error: PgcdcError | None = None
 
-    # --- for who looks from outside
+    # --- the view from outside
 
     @property
     def main(self) -> Lane:
@@ -77,7 +81,7 @@ class Lanes:
 
     @property
     def place(self) -> Position:
-        """Up to where every lane has delivered."""
+        """The position up to which every lane has delivered."""
         return min(lane.place for lane in list(self._moves.lanes.values()))
 
     @property
@@ -88,7 +92,7 @@ class Lanes:
     @property
     def last_error(self) -> dict[str, str] | None:
         """The current error: of main, another lane, or the moves between lanes."""
-        errors = [*(one.error for one in list(self._watches.values())), self._move_error]  # main's stands first
+        errors = [*(one.error for one in list(self._watches.values())), self._move_error]  # main's comes first
         return next((one.to_json() for one in errors if one is not None), None)
 
     def status(self) -> list[dict[str, Any]]:
@@ -121,7 +125,7 @@ class Lanes:
     # --- start
 
     def open(self, adapters: list[Adapter], on_batch: Callable[[Batch], None] | None = None) -> None:
-        """Lanes as they were left, and sinks where they resume. GapError: a sink would miss something."""
+        """Open the lanes as they were left, and the sinks where they resume. GapError: a sink would miss something."""
         self._moves.open(adapters)
         self.main.on_batch = on_batch
 
@@ -132,7 +136,8 @@ class Lanes:
         self._await_reading()
 
     def program_of(self, lane: Lane) -> Program:
-        """What a lane reads from now on. Main has the chains of all adapters: each can rejoin without a restart."""
+        """What a lane reads from now on. Main has the chains of all adapters, so that each can rejoin without a
+        restart."""
         assert self.spark is not None
         shapes = ShapeHistory(self._state.shapes_file)
         lane.large = partial(open_large, self.spark, shapes) if self._is_keyed else None
@@ -143,17 +148,17 @@ class Lanes:
         return self._compile([chain for number, chain in enumerate(chains) if chain not in chains[:number]])
 
     def _compile(self, chains: Sequence[Chain]) -> Program:
-        """Events name their transaction if the source's options say so."""
+        """Compile chains. Events name their transaction if the source's options say so."""
         transaction = any(self.options.get(name) == "true" for name in ("tx_metadata", "tx_markers"))
         return compile_chains(chains or [Chain()], transaction=transaction, keyed=self._is_keyed)
 
     @property
     def _is_keyed(self) -> bool:
-        """Whether executors may write large batches to one of the sinks; lanes then read what that needs."""
+        """Whether executors may write large batches to one of the sinks; lanes then also read the keys for that."""
         return "table" not in self.options and any(one.takes_parts for one in self.members())
 
     def _await_reading(self) -> None:
-        """A started query does not read yet: its source starts first. `step` finds failures."""
+        """Wait until a started query reads: its source starts first. `step` finds failures."""
         deadline = time.monotonic() + READING_TIMEOUT_S
         query = self.main.query
         with contextlib.suppress(Exception):
@@ -163,9 +168,9 @@ class Lanes:
                 time.sleep(0.05)
 
     def plan(self, batch: dict[str, Any]) -> None:
-        """The source announces the next batch of a lane: start, end and size; thread-safe."""
+        """Called when the source announces the next batch of a lane: start, end and size. Thread-safe."""
         lane = self._moves.lanes.get(batch["lane"])
-        if lane is not None:  # else it was abandoned, and runs no batch
+        if lane is not None:  # otherwise the lane was abandoned, and runs no batch
             start, end = (Position.parse(batch[name]) for name in ("start", "end"))
             lane.planned = Planned(start, end, batch["events"], batch["rows"])
             lane.times.mark("planned")
@@ -173,7 +178,7 @@ class Lanes:
     # --- watch
 
     def step(self) -> bool:
-        """One look at everything, after a short wait. True: a run with an end has ended."""
+        """Look at everything once, after a short wait. True: a bounded run has ended."""
         self._wait()
         with self._looking:
             return self._look()
@@ -182,7 +187,7 @@ class Lanes:
         for lane in list(self._moves.lanes.values()):
             try:
                 self.watch(lane).acknowledge()
-            except Exception as error:  # it starts again from its checkpoint, and with it what is acknowledged
+            except Exception as error:  # a restart from the checkpoint also acknowledges again
                 self.watch(lane).fail(error)
         for lane in list(self._moves.lanes.values()):
             self.watch(lane).look()
@@ -196,7 +201,7 @@ class Lanes:
         return self.config.once and all(self.watch(lane).is_done for lane in self._moves.lanes.values())
 
     def begin_again(self) -> None:
-        """A run with an end has more to do."""
+        """A bounded run has more to do."""
         for one in self._watches.values():
             one.is_done = False
 
@@ -217,14 +222,14 @@ class Lanes:
             self._moves.let_go_unknown(list(self.link.last_status().get("consumers", {})))
 
     def _wait(self) -> None:
-        """Until a batch has ended, and Spark has had time to commit it."""
+        """Wait until a batch has ended and Spark has had time to commit it."""
         is_short = self.config.once or self.main.query is None
         if self._moves.ended.wait(POLL_S / 5 if is_short else POLL_S):
             self._moves.ended.clear()
             self._is_closed.wait(COMMIT_S)
 
     def acknowledge(self) -> None:
-        """Every member of a lane has made durable what Spark committed: the capture may confirm it."""
+        """Every member of a lane has made durable what Spark committed, so the capture may confirm it."""
         for lane in list(self._moves.lanes.values()):
             self.watch(lane).acknowledge()
 
@@ -235,38 +240,42 @@ class Lanes:
         self._moves.let_go(lane)
         self._watches.pop(lane, None)
 
-    # --- while it runs
+    # --- changes while it runs
 
     def add_adapter(self, adapter: Adapter, make: Callable[[], Runner] | None = None) -> None:
-        """Add a sink, from main's current place. Durable when this returns. Call it through `ask`, like the next two. `make`
-        makes the sink again when nobody writes to it."""
+        """Add a sink, from main's current place. Durable when this returns. Call it through `ask`, like the next two.
+
+        `make` creates the sink again when no write to it is running.
+        """
         self._compile([adapter.chain])
         self._moves.add(adapter, make)
         if self.main.program is not None and adapter.chain not in self.main.program.chains:
-            self.main.is_stopping = True  # it restarts, with that chain as well
+            self.main.is_stopping = True  # it restarts with the new chain included
 
     def remove_adapter(self, name: str) -> None:
         """Stop delivering to a sink; its ack stays. Durable when this returns."""
         self._moves.remove(name, STOP_TIMEOUT_S)
 
     def reload(self, chains: Mapping[str, Chain]) -> None:
-        """Other transforms and routes, for each adapter from a batch boundary on. Main is at its boundary when this returns;
-        a side lane changes with its next batch."""
+        """Switch each adapter to other transforms and routes, from a batch boundary on.
+
+        Main is at its boundary when this returns; a side lane switches with its next batch.
+        """
         unknown = sorted(set(chains) - set(self._moves.members))
         if unknown:
             raise ConfigError(f"there is no adapter {unknown[0]!r}", "Add it first")
         wanted = {one.name: chains.get(one.name, one.chain) for one in self.members()}
-        self._compile(list(wanted.values()))  # what does not compile changes nothing
+        self._compile(list(wanted.values()))  # if compiling fails, nothing changes
         self._restart(self.main)
-        for member in self.members():  # also one that has just left main in its last batch
+        for member in self.members():  # includes one that just left main in its last batch
             if member.chain != wanted[member.name]:
                 member.chain = wanted[member.name]
                 lane = self._moves.lanes.get(self._moves.membership[member.name].lane)
-                if lane is not None:  # else it begins with the new chain
+                if lane is not None:  # otherwise it starts with the new chain
                     lane.is_stopping = True
 
     def _restart(self, lane: Lane) -> None:
-        """Stop a query between two batches; it restarts with the program that its members then want."""
+        """Stop a query between two batches. It restarts with the program that its members then want."""
         lane.is_stopping = True
         if not lane.await_boundary(STOP_TIMEOUT_S):
             lane.is_stopping = False
@@ -282,7 +291,7 @@ class Lanes:
         watch.retry_at, watch.is_done = 0.0, False
 
     def ask(self, do: Callable[[], None]) -> None:
-        """Run something between two looks; thread-safe. Raises what it raises."""
+        """Run something between two looks; thread-safe. Passes its errors on."""
         with self._looking:
             if self._is_closed.is_set():
                 raise PgcdcError("the pipeline has stopped", "Start it first")
@@ -291,9 +300,11 @@ class Lanes:
     # --- end
 
     def stop(self, on_main_ended: Callable[[], None] = lambda: None) -> None:
-        """Stop all queries between two batches: running batches finish and commit first, if they end in time. Main's batch
-        is waited for while it makes progress; a sink in its own lane gets little time."""
-        with self._looking:  # what was asked for is done; nothing more is
+        """Stop all queries between two batches. Running batches finish and commit first, if they end in time.
+
+        Main's batch is waited for while it makes progress; a sink in its own lane gets little time.
+        """
+        with self._looking:  # finishes the current request and allows no more
             self._is_closed.set()
         side_lanes = [lane for lane, _ in self._moves.side_lanes]
         for lane in (self.main, *side_lanes):
@@ -301,7 +312,7 @@ class Lanes:
         for _, member in self._moves.side_lanes:
             member.sink.stop()
         is_ended = self.main.await_boundary(STOP_TIMEOUT_S)
-        if not is_ended:  # a sink that waits for its rate limit or a retry need not
+        if not is_ended:  # a sink that waits for its rate limit or a retry may stop
             for member in self.main.members():
                 member.sink.stop()
         if self.main.query is not None:
@@ -322,7 +333,7 @@ class Lanes:
 
     def close(self, *, end_queries: bool = False) -> None:
         """Close the sinks and release callers of `ask`. A Spark session that stays must not keep the queries."""
-        with self._looking:  # an adapter that is being added is closed, too
+        with self._looking:  # includes an adapter that is being added
             self._is_closed.set()
         for lane in (*self._moves.lanes.values(), *self._moves.left_over) if end_queries else ():
             lane.is_stopping = True

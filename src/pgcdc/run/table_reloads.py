@@ -1,5 +1,7 @@
-"""Tables whose copies are replaced: what adapters hold (`sink/holds.py`) becomes requests to the capture, after a crash as
-well; and users hold tables themselves, of a pipeline that runs or one that has stopped."""
+"""Replaces copies of tables: what adapters hold (`sink/holds.py`) becomes requests to the capture, even after a crash.
+
+Users can also hold tables, in a pipeline that runs or one that has stopped.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,12 @@ if TYPE_CHECKING:
 
 INTERVAL_S, RETRY_S = 0.25, 5.0
 HOLD_TIMEOUT_S = 30.0
-MAX_ROUNDS = 10  # Of a run with an end, for copies that are replaced
+MAX_ROUNDS = 10  # The most rounds of a bounded run, for copies that are being replaced
 ASKED_FOR = "asked for by pgcdc resync"
 
 
 class TableReloads:
-    """Asks the capture for what adapters hold, in the thread that watches the lanes."""
+    """Asks the capture to reread held tables, in the thread that watches the lanes."""
 
     def __init__(self, link: CaptureLink, lanes: Lanes, say: Callable[[str], None]) -> None:
         self._link, self._lanes, self._say = link, lanes, say
@@ -45,7 +47,7 @@ class TableReloads:
         snapshots = {one["id"]: one for one in self._link.last_status().get("snapshots", ())}
         self._hold_added(snapshots.values())
         for name in self._asked & snapshots.keys():
-            if snapshots[name]["status"] in ("stopped", "failed"):  # its copy would never go on
+            if snapshots[name]["status"] in ("stopped", "failed"):  # otherwise its copy would never continue
                 self._asked.discard(name)
                 self._refused.setdefault(name, Every(RETRY_S, RETRY_S))
         for member in self._lanes.members():
@@ -55,7 +57,8 @@ class TableReloads:
                     self._ask(member, oid, hold)
 
     def _hold_added(self, snapshots: Iterable[dict[str, Any]]) -> None:
-        """A new table without a key cannot be read row by row beside the stream. Copies of it can be made as a whole."""
+        """Hold a new table without a key: it cannot be read row by row beside the stream, but copies of it can be made
+        as a whole."""
         for one in snapshots:
             if one["kind"] != "added" or one["status"] != "failed":
                 continue
@@ -75,8 +78,8 @@ class TableReloads:
                     self._link.request({"do": "snapshot", "action": "stop", "id": one["id"]})
 
     def is_done(self) -> bool:
-        """At the end of a run that delivers everything up to now: whether all copies are whole. If not, it goes on with what
-        is to be read again. Raises if that comes to no end."""
+        """At the end of a bounded run: whether all copies are complete. If not, the run continues with the tables to be
+        reread. Raises if that does not come to an end."""
         held = [one.table for member in self._lanes.members() for one in member.sink.progress.holds.values()]
         if not held:
             return True
@@ -98,7 +101,7 @@ class TableReloads:
         except ConnectionLost:
             return  # the next look tries again
         except PgcdcError as error:
-            if "is no longer captured" in error.message:  # it was dropped: nothing comes of it again
+            if "is no longer captured" in error.message:  # it was dropped, so its reload would never end
                 member.submit_other(lambda: member.sink.hold({}, without=oid))
             if hold.id not in self._refused:
                 self._say(f"adapter {adapter}: table {hold.table} cannot be read again: {error}")
@@ -121,7 +124,7 @@ class TableReloads:
 def find_tables(
     state: StateDir, captured: Sequence[Relation], tables: Sequence[str], adapters: Sequence[str]
 ) -> dict[int, str]:
-    """The names of these tables by their oids. ConfigError: one is not captured, or an adapter is not there."""
+    """The names of these tables by their oids. ConfigError: a table is not captured, or an adapter does not exist."""
     known = {(one.namespace, one.name): one for one in captured}
     wanted = {}
     for name in dict.fromkeys(map(split_table, tables)):
@@ -137,7 +140,8 @@ def find_tables(
 
 
 def hold_tables(state: StateDir, wanted: Mapping[int, str], adapters: Sequence[str]) -> None:
-    """Have these adapters replace their copies of these tables. If the pipeline has stopped, it does so when it starts."""
+    """Have these adapters replace their copies of these tables. If the pipeline is stopped, it does so at its next
+    start."""
     if Lock.holder(state.run_lock) is not None:
         for adapter in adapters:
             request = {"do": "hold", "adapter": adapter, "tables": {str(oid): name for oid, name in wanted.items()}}
@@ -159,7 +163,7 @@ def hold_tables(state: StateDir, wanted: Mapping[int, str], adapters: Sequence[s
 
 
 def _await_holds(state: StateDir, adapter: str, ids: set[str]) -> None:
-    """Until the adapter has it on disk: it may be in the middle of a batch."""
+    """Wait until the adapter has the holds on disk: it may be in the middle of a batch."""
     deadline = time.monotonic() + HOLD_TIMEOUT_S
     while not ids <= {one.id for one in Progress(state.acks, adapter).holds.values()}:
         if time.monotonic() > deadline:

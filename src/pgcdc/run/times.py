@@ -1,4 +1,4 @@
-"""Where the time of a batch goes, for `pgcdc status` and `make bench`."""
+"""How long each step of a batch takes, for `pgcdc status` and `make bench`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import pairwise
 
 KEPT = 200
 STEPS = ("planned", "called", "collected", "written", "ended")
-"""Its source has announced it, Spark calls us with it, its events are here, all adapters have it, we return."""
+"""The source announced the batch, Spark called us with it, its events are here, all adapters have it, we return."""
 
 
 class BatchTimes:
@@ -20,7 +20,7 @@ class BatchTimes:
         self._took: deque[dict[str, float]] = deque(maxlen=KEPT)
 
     def mark(self, step: str) -> None:
-        """A step is done. The last one ends the batch; one that failed before it does not count."""
+        """Record that a step is done. The last step ends the batch; a batch that failed earlier does not count."""
         self._at[step] = time.perf_counter()
         if step == "planned":
             self._at = {step: self._at[step]}

@@ -1,5 +1,8 @@
-"""Moves adapters between lanes: carries out `roster.py`'s decisions with real lanes, files and the capture. Lock order:
-main's boundary, another lane's boundary, then those inside the core. A side lane's batch never takes main's."""
+"""Moves adapters between lanes: carries out `roster.py`'s decisions with real lanes, files and the capture.
+
+Lock order: main's boundary, another lane's boundary, then the locks inside the core. A side lane's batch never takes
+main's.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +28,8 @@ from pgcdc.spool.consumers import MAIN, is_side_lane
 from pgcdc.spool.reader import SpoolReader, read_slice
 
 HOLD_S = 1.0  # How long a batch of main may wait for an adapter that is about to rejoin
-HOLD_AGAIN_S = 10.0  # How long main does not wait again after waiting in vain
-STEADY_S = 60.0  # An adapter that was in main this long has left for a new reason
+HOLD_AGAIN_S = 10.0  # After waiting in vain, main does not wait again for this long
+STEADY_S = 60.0  # An adapter that was in main this long leaves for a new reason
 FIRST_AWAY_S = 5.0
 LONGEST_AWAY_S = 300.0
 
@@ -42,14 +45,14 @@ class Moves:
         self._say = say
         self.members: dict[str, Member] = {}
         self.lanes: dict[str, Lane] = {}
-        self.left_over: list[Lane] = []  # To be stopped and forgotten
+        self.left_over: list[Lane] = []  # Lanes to stop and forget
         self.ended = threading.Event()  # Set when a batch of any lane has ended
         self.membership = Membership(Roster.from_json(read_json(state.lanes_file)), self)
         self._removed: dict[str, Member] = {}  # Adapters that were writing when they were removed
-        self._spool: SpoolReader | None = None  # Of `skip_ahead`, while an adapter is in its own lane
+        self._spool: SpoolReader | None = None  # For `skip_ahead`, while an adapter is in its own lane
         self._lock = threading.RLock()
 
-    # --- what is durable: `lanes.json` and the consumers of the capture
+    # --- durable state: `lanes.json` and the consumers of the capture
 
     def save(self, roster: Roster) -> None:
         hit("lanes.before_save")
@@ -57,7 +60,7 @@ class Moves:
         hit("lanes.saved")
 
     def join(self, lane: str, at: Position) -> None:
-        """Have the capture keep everything behind `at` for this lane."""
+        """Have the capture keep everything after `at` for this lane."""
         hit("lanes.before_join")
         self._link.join(lane, start=at)
         hit("lanes.joined")
@@ -68,7 +71,7 @@ class Moves:
         hit("lanes.forgotten")
         shutil.rmtree(self._state.checkpoints / lane, ignore_errors=True)
 
-    # --- who is where
+    # --- which adapter is in which lane
 
     @property
     def main(self) -> Lane:
@@ -78,13 +81,13 @@ class Moves:
     def side_lanes(self) -> list[tuple[Lane, Member]]:
         """Lanes of a single adapter, with that adapter."""
         places = self.membership.roster.places
-        # Also called by main's batch while another thread removes an adapter: then it has no place.
+        # Main's batch may call this while another thread removes an adapter, which then has no place.
         found = [(places.get(one.name), one) for one in list(self.members.values())]
         lanes = [(self.lanes.get(place.lane), one) for place, one in found if place is not None]
         return [(lane, one) for lane, one in lanes if lane is not None and lane.name != MAIN]
 
     def open(self, adapters: list[Adapter]) -> None:
-        """Lanes as they were left, for these adapters. Cleans up after a crash in the middle of a move."""
+        """Open the lanes for these adapters as they were left. Cleans up after a crash in the middle of a move."""
         consumers = self._link.status()["consumers"]
         self._open_lane(MAIN)
         self.membership.recover([one.name for one in adapters])
@@ -100,7 +103,7 @@ class Moves:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _open_lane(self, name: str) -> Lane:
-        with self._lock:  # main's batch and the watching thread may both miss it
+        with self._lock:  # main's batch and the watching thread may both find it missing
             if name not in self.lanes:
                 initial, _ = self._link.join(name)
                 lane = Lane(name, self._state.checkpoints / name, initial, lambda: self._members_of(name))
@@ -119,10 +122,10 @@ class Moves:
     def _members_of(self, lane: str) -> list[Member]:
         return [one for name in self.membership.members(lane) if (one := self.members.get(name)) is not None]
 
-    # --- out of main
+    # --- leaving main
 
     def leave(self, member: Member, start: Position, error: BaseException | None) -> None:
-        """In a batch of main, which began at `start` and which the others have. Durable when this returns."""
+        """Called in a batch of main that began at `start` and that the others have. Durable when this returns."""
         lane = self.membership.leave(member.name, start)
         self._open_lane(lane)
         now = time.monotonic()
@@ -134,10 +137,10 @@ class Moves:
         why = f"failed ({error.message if isinstance(error, PgcdcError) else error})" if error else "is slow"
         self._say(f"adapter {member.name} {why}: moved to its own lane; the other adapters continue")
 
-    # --- and back
+    # --- returning to main
 
     def begin_batch(self, start: Position) -> None:
-        """A batch of main begins: adapters that caught up join now; one that nearly has is waited for."""
+        """A batch of main begins: adapters that caught up join now; main waits for one that nearly has."""
         self._bring_all_in(start, may_hold=True)
 
     def rejoin_between(self) -> None:
@@ -193,10 +196,11 @@ class Moves:
             if name not in waiting:
                 self.membership.let_go(name)
 
-    # --- further ahead
+    # --- skipping ahead
 
     def skip_ahead(self, limit: int) -> None:
-        """Fast mode: an adapter more than `limit` events behind in its own lane continues with the newest commit."""
+        """Fast mode: an adapter that is more than `limit` events behind in its own lane continues with the newest
+        commit."""
         found = [(lane, one) for lane, one in self.side_lanes if one.adapter.priority != "critical" and one.is_open]
         if not found:
             self._spool = None
@@ -204,14 +208,14 @@ class Moves:
         first, spool = min(one.reached for _, one in found), self._spool
         if (
             spool is None or first < spool.base
-        ):  # one that left main since may be further behind than the reader remembers
+        ):  # an adapter that left main since may be further behind than the reader knows
             spool = self._spool = SpoolReader(self._state.spool)
         spool.refresh()
         spool.forget(first)
         for lane, member in found:
             if sum(record.rows for record in spool.after(member.reached)) <= limit:
                 continue
-            lane.is_stopping = True  # its current batch is its last: then its ack is known
+            lane.is_stopping = True  # its current batch is its last, so its ack is then final
             with _held(lane, 0) as is_held:
                 if is_held and not member.is_busy:
                     self._skip(lane, member, spool)
@@ -230,11 +234,13 @@ class Moves:
         counters.add(LANE_MOVES, adapter=member.name, move="skip")
         self._say(f"adapter {member.name} is too far behind: {dropped:,} events after {reached} up to {to} are dropped")
 
-    # --- while it runs
+    # --- changes while it runs
 
     def add(self, adapter: Adapter, make: Callable[[], Runner] | None = None) -> None:
-        """A new adapter, in its own lane from main's place. GapError if its ack is older: it would miss something. `make`
-        makes its sink when nobody writes to it: an earlier sink would have an older ack in memory."""
+        """Add an adapter, in its own lane from main's place. GapError if its ack is older: it would miss something.
+
+        `make` creates its sink when no write to it is running: an earlier sink would have an older ack in memory.
+        """
         before = self._removed.get(adapter.name)
         if before is not None and before.is_busy:
             raise PgcdcError(
@@ -258,7 +264,7 @@ class Moves:
             if not may_pass(error):
                 self.remove(adapter.name, 0)
                 raise
-            member.last_error = error  # who watches tries again
+            member.last_error = error  # the watching thread tries again
         self._say(f"adapter {adapter.name} is added")
 
     def remove(self, name: str, timeout_s: float) -> None:
@@ -273,7 +279,7 @@ class Moves:
         self._say(f"adapter {name} is removed")
 
     def _take_out(self, name: str, timeout_s: float) -> bool:
-        """Take it out of its lane; False: a batch that was waited for has moved it to another."""
+        """Take it out of its lane. False: a batch that we waited for has moved it to another lane."""
         lane = self.lanes.get(self.membership[name].lane) if name in self.membership else self.main
         with _held(lane, timeout_s) if lane is not None else contextlib.nullcontext(True) as is_held:
             if not is_held and lane is self.main:

@@ -1,7 +1,8 @@
-"""What makes a start quick: a few batches before a run says ready, and the archive of Spark's classes, which another process
-makes beside the first run.
+"""Makes a start fast: a few batches before a run reports ready, and an archive of Spark's classes.
 
-    python -m pgcdc.run.warm        makes the archive, if there is none
+Another process creates the archive beside the first run.
+
+    python -m pgcdc.run.warm        creates the archive, if there is none
 """
 
 from __future__ import annotations
@@ -39,14 +40,17 @@ if TYPE_CHECKING:
     from pgcdc.transform.program import Program
 
 WARM_BATCHES = 3
-WARM_ROWS = 4  # Of a batch: each kind of change
-EXIT_S = 600.0  # On a busy machine the lowest priority gets little
-WORKERS_S = 5.0  # On a cluster executors may come much later: then they start beside the stream
+WARM_ROWS = 4  # Per batch: each kind of change
+EXIT_S = 600.0  # On a busy machine the lowest priority gets little CPU
+WORKERS_S = 5.0  # On a cluster executors may come much later: then they start while the stream runs
 
 
 def warm_up(spark: SparkSession, program: Program) -> None:
-    """Run a few micro-batches over a made-up spool with this program, so that the first real one is fast. Beside them the
-    Python workers start: small batches do not need them, and the first large one would wait seconds for them."""
+    """Run a few micro-batches over an artificial spool with this program, so that the first real one is fast.
+
+    Meanwhile the Python workers start: small batches do not need them, and the first large one would wait seconds for
+    them.
+    """
     workers = threading.Thread(target=_start_workers, args=[spark], name="workers", daemon=True)
     workers.start()
     with tempfile.TemporaryDirectory(prefix="pgcdc-warm-") as folder:
@@ -68,7 +72,7 @@ def warm_up(spark: SparkSession, program: Program) -> None:
 
 
 def _start_workers(spark: SparkSession) -> None:
-    with contextlib.suppress(Exception):  # a batch that needs them says what is wrong
+    with contextlib.suppress(Exception):  # a batch that needs them will report the problem
         count = spark.sparkContext.defaultParallelism
         rows = spark.range(0, count, 1, count)
         map_in_arrow(rows, lambda batches: batches, pa.schema([("id", pa.int64())])).toArrow()
@@ -89,7 +93,7 @@ def _write_spool(folder: Path) -> None:
 
 
 def make_archive_beside(say: Callable[[str], None]) -> None:
-    """Have another process make the archive, if nobody has. It uses only what nobody else needs of the processor."""
+    """Have another process create the archive, if there is none. It only uses CPU time that nothing else needs."""
     try:
         archive = find_archive()
         if archive is None:
@@ -119,10 +123,10 @@ def _say_failure(archive: ClassArchive, say: Callable[[str], None]) -> None:
 
 
 def make_archive(archive: ClassArchive) -> bool:
-    """Run Spark once and have its JVM write what it loaded when it ends. False: this Java does not."""
+    """Run Spark once and have its JVM write what it loaded when it ends. False: this Java cannot."""
     from pyspark import SparkContext
 
-    for left in archive.file.parent.glob("classes-*.new"):  # of one that was killed
+    for left in archive.file.parent.glob("classes-*.new"):  # left by a process that was killed
         left.unlink()
     written = archive.file.with_suffix(".new")
     options = settings()["spark.driver.extraJavaOptions"] + f' "-XX:ArchiveClassesAtExit={written}"'
@@ -164,13 +168,13 @@ def main() -> int:
     if archive is None or not archive.is_wanted:
         return 0
     lock = Lock(archive.file.parent / "classes.lock")
-    if lock.acquire(0.0) is None:  # somebody makes it
+    if lock.acquire(0.0) is None:  # another process is creating it
         return 0
     try:
         if not make_archive(archive):
             archive.give_up()
             print("This Java makes no archive of classes: Spark starts without one", file=sys.stderr)
-    except Exception as error:  # any: a start retries in a day, and says why
+    except Exception as error:  # a start retries in a day, and reports the reason
         archive.fail(str(error))
         print(f"No archive of Spark's classes: {error}", file=sys.stderr)
     finally:

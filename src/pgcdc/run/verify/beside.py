@@ -1,4 +1,4 @@
-"""`verify: {every: 6h}`: a comparison now and then beside a running pipeline, in a process of its own."""
+"""`verify: {every: 6h}`: regular comparisons beside a running pipeline, in a separate process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class VerifyBeside:
         self._child: subprocess.Popen[bytes] | None = None
 
     def follow(self, chains: Chains) -> None:
-        """Start one when it is time, and say what the last one found."""
+        """Start a comparison when it is due, and report what the last one found."""
         if not self._every_s:
             return
         if self._child is None:
@@ -44,7 +44,7 @@ class VerifyBeside:
     def _start(self, chains: Chains) -> None:
         try:
             job = pickle.dumps((self._config, chains))
-        except Exception as error:  # of somebody's own function: anything
+        except Exception as error:  # another author's function may raise anything
             self._say(f"verify cannot run beside this pipeline: {error}")
             self._every_s = 0.0
             return
@@ -54,7 +54,7 @@ class VerifyBeside:
             )
         assert self._child.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            self._child.stdin.write(job)  # not in its arguments: there are passwords in it
+            self._child.stdin.write(job)  # through stdin rather than arguments: it contains passwords
             self._child.stdin.close()
 
     def _tell(self, code: int) -> None:
@@ -71,7 +71,7 @@ class VerifyBeside:
 
 
 def run_child() -> int:
-    """The other process: its job comes on standard input."""
+    """The other process. It reads its job from standard input."""
     from pgcdc.core.errors import PgcdcError
     from pgcdc.run.verify.job import Verify, VerifyOptions
     from pgcdc.sink.spec import keep_secrets
@@ -82,7 +82,7 @@ def run_child() -> int:
     keep_secrets([config.db, config.dlq_db], chains.specs, chains.transforms)
     try:
         report = Verify(config, chains, VerifyOptions(rate=config.verify.rate)).run()
-    except Exception as error:  # 1 says that something differs, also of Python itself
+    except Exception as error:  # exit code 1 means that something differs, but Python also uses it
         print(error if isinstance(error, PgcdcError) else traceback.format_exc(), flush=True)
         return 2
     print(json.dumps(report.to_json()), flush=True)

@@ -1,4 +1,5 @@
-"""Compares the two sides of a table: sums first, rows only where sums differ, and keys that differ until they settle."""
+"""Compares the two sides of a table: first sums, then rows where sums differ, and then keys that differ, until they
+settle."""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ from pgcdc.run.verify.settling import WRONG, settle
 from pgcdc.run.verify.sides import ALL, Range, Side, SqlSide
 
 RANGE_ROWS, RANGE_BUCKETS = 50_000, 1 << 10
-BUCKETS = 1 << 16  # Of a table that is not cut into ranges
-GROUP_RANGES = 40  # Compared after one barrier
-GROUP_ROWS = 400_000  # Held at a time, of buckets that differ
-SETTLED_KEYS = 50_000  # Looked at together
+BUCKETS = 1 << 16  # For a table that is not cut into ranges
+GROUP_RANGES = 40  # How many ranges to compare after one barrier
+GROUP_ROWS = 400_000  # How many rows of differing buckets to hold at a time
+SETTLED_KEYS = 50_000  # How many keys to settle together
 
-Progress = Callable[[int, bool], None]  # Rows that are compared, and whether they are all
+Progress = Callable[[int, bool], None]  # Rows compared so far, and whether that is all
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class Comparison:
             yield unequal(*sides)
 
     def look_again(self) -> None:
-        """After a repair: what was wrong, as it is now."""
+        """Look at wrong keys again after a repair."""
         result, before, keys = self.result, self.result.wrong, self.notebook.keys(self.name)
         result.missing = result.extra = result.different = result.explained = 0
         result.keys = {}
@@ -116,13 +117,13 @@ class Comparison:
 
 
 def unequal(source: Mapping[Key, Seen], target: Mapping[Key, Seen]) -> set[Key]:
-    """The keys under which the sides have something else."""
+    """The keys whose content differs between the sides."""
     missing = {key for key, seen in source.items() if key not in target or target[key].content != seen.content}
     return missing | (target.keys() - source.keys())
 
 
 def groups(buckets: list[int], *sums: Sums) -> Iterator[list[int]]:
-    """Buckets whose rows are held at the same time."""
+    """Groups of buckets whose rows are held at the same time."""
     group, held = list[int](), 0
     for bucket in buckets:
         size = sum(one.rows[bucket] for one in sums)

@@ -1,5 +1,8 @@
-"""Checksums of rows: computed by the servers, or here from texts. A value counts as its type's output function writes it,
-NULL is not an empty text, and no two rows give the same input. Sums do not depend on order."""
+"""Checksums of rows, computed by the servers, or here from texts.
+
+Values count as the texts that their type's output function writes, NULL differs from an empty text, and no two
+different rows give the same input. Sums do not depend on order.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ WRAP = 1 << 64
 PROBE = 'a,"b"\\ ä€🐘'
 
 Key = tuple[str, ...]
-"""The texts of a row's key; of a table without one, the hash of the row."""
+"""The texts of a row's key; for a table without a key, the hash of the row."""
 
 
 class Seen(NamedTuple):
@@ -23,7 +26,7 @@ class Seen(NamedTuple):
 
     rows: int
     total: int  # The sum of its rows' hashes
-    mark: str = ""  # Of the source: another one after every write, even of the same values
+    mark: str = ""  # For the source: changes with every write, even of the same values
 
     @property
     def content(self) -> tuple[int, int]:
@@ -31,7 +34,7 @@ class Seen(NamedTuple):
 
 
 def note(found: dict[Key, Seen], key: Key, hashed: int, mark: str = "") -> None:
-    """One more row under its key."""
+    """Add one row under its key."""
     before = found.get(key)
     if before is None:
         found[key] = Seen(1, hashed % WRAP, mark)
@@ -40,7 +43,8 @@ def note(found: dict[Key, Seen], key: Key, hashed: int, mark: str = "") -> None:
 
 
 class Sums:
-    """How many rows are in each bucket of keys, and the sum of their hashes. Its size does not depend on the rows."""
+    """How many rows are in each bucket of keys, and the sum of their hashes. Its size does not depend on the number of
+    rows."""
 
     def __init__(self, buckets: int) -> None:
         self.rows, self.totals = [0] * buckets, [0] * buckets
@@ -54,20 +58,20 @@ class Sums:
         return [bucket for bucket, (one, two) in enumerate(zip(mine, theirs, strict=True)) if one != two]
 
 
-# --- here
+# --- computed here
 
 
 def hash_values(values: Iterable[bytes | None]) -> int:
-    """64 bits of the values of a row."""
+    """A 64-bit hash of the values of a row."""
     text = b"".join(b"-" if one is None else b"%d:%b" % (len(one), one) for one in values)
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
 
 
-# --- by a server
+# --- computed by a server
 
 
 def hash_sql(columns: Sequence[str], *, is_md5: bool) -> str:
-    """The hash of these columns as int8. ROW writes values by their output functions, quoted, and NULL as nothing."""
+    """The hash of these columns as int8. ROW writes values with their output functions, quoted, and NULL as nothing."""
     return _hash_text(f"ROW({', '.join(columns)})::text", is_md5=is_md5)
 
 

@@ -1,5 +1,7 @@
-"""`pgcdc verify`: is each target equal to the source at a position? It writes nothing to either, and uses one connection to
-the source and one to each target."""
+"""`pgcdc verify`: is each target equal to the source at a position?
+
+It writes nothing to either, and uses one connection to the source and one to each target.
+"""
 
 from __future__ import annotations
 
@@ -37,23 +39,23 @@ from pgcdc.source.postgres.setup.tables import read_published
 BARRIER_TIMEOUT_S, POLL_S = 120.0, 0.05
 NAME = "pgcdc verify"
 
-ShowProgress = Callable[[str, int, int, bool], None]  # Table, rows, rows in all (about), whether it is complete
+ShowProgress = Callable[[str, int, int, bool], None]  # Table, rows so far, estimated total, whether it is complete
 
 
 @dataclass(frozen=True)
 class VerifyOptions:
     tables: tuple[str, ...] = ()  # (): all
     adapters: tuple[str, ...] = ()
-    keys: int = 20  # So many are shown of each kind of difference
-    rate: float = 0.0  # Rows a second that are read at the source; 0: no limit
+    keys: int = 20  # How many to show of each kind of difference
+    rate: float = 0.0  # The most rows to read per second at the source; 0: no limit
     repair: bool = False
-    at_rest: bool = False  # Nothing runs: compare with what the targets have
+    at_rest: bool = False  # No pipeline runs: compare with the current content of the targets
     resume: bool = True
 
 
 @dataclass
 class Verify:
-    """One comparison. `run` does it."""
+    """One comparison, performed by `run`."""
 
     config: PipelineSettings
     chains: Chains
@@ -98,7 +100,7 @@ class Verify:
             self._notebook.close()
             return report
 
-    # --- before
+    # --- preparation
 
     def _lock(self) -> None:
         lock = Lock(self.state.path / "verify.lock")
@@ -136,14 +138,14 @@ class Verify:
             )
 
     def _digest(self, pairs: list[Pair]) -> str:
-        """Of all that must be the same to go on."""
+        """A digest of everything that must be unchanged to resume."""
         parts = [(one.name, one.spec.options.place(), one.chain.steps, one.table, one.reason) for one in pairs]
         return hashlib.sha256(repr((self.options.keys, parts)).encode()).hexdigest()
 
     # --- each table
 
     def _compare(self, pair: Pair, identity: Identity) -> Comparison | None:
-        """The comparison, when it is done; None: it cannot be."""
+        """Compare a pair; None if it cannot be compared."""
         notebook = self._notebook
         result = notebook.results.setdefault(pair.name, TableResult(pair.spec.name, pair.table.title))
         result.reason = pair.reason
@@ -170,7 +172,7 @@ class Verify:
             if not result.is_done:
                 with explain_errors(f"compare table {pair.table.title}"):
                     made.run()
-        except SinkError as error:  # of reading back: a file that is not whole, say
+        except SinkError as error:  # from reading back: an incomplete file, for example
             result.reason = str(error)
             return None
         return made
@@ -181,7 +183,7 @@ class Verify:
         return int(row[0]) if row else 0
 
     def _find_letters(self, adapter: str, identity: Identity) -> list[DeadLetter]:
-        """Those that wait. A store that cannot be read has no influence on the comparison."""
+        """The waiting letters. A store that cannot be read does not affect the comparison."""
         if adapter not in self._letters:
             store, query = make_store(self.config), Query(name_pipeline(identity), adapter, is_waiting=True)
             self._letters[adapter] = []
@@ -203,7 +205,7 @@ class Verify:
         return pass_barrier
 
     def _await_reload(self, adapter: str, oid: int, table: str) -> None:
-        """A copy that is being replaced is not compared before it is whole."""
+        """Wait until a copy that is being replaced is complete, before comparing it."""
         deadline = time.monotonic() + BARRIER_TIMEOUT_S
         while oid in Progress(self.state.acks, adapter).holds:
             if time.monotonic() > deadline:
@@ -214,7 +216,7 @@ class Verify:
             time.sleep(POLL_S)
 
     def _pace(self, rows: int) -> None:
-        """Rest after rows of the source, as the rate says."""
+        """Pause after reading rows of the source, to keep to the rate."""
         if self.options.rate:
             now = time.monotonic()
             self._due = max(self._due, now) + rows / self.options.rate
@@ -235,7 +237,7 @@ class Verify:
             self._barrier(pair)()
             there = read_table(target, *name)
         place = quote_qualified(*name)
-        if not there:  # rows of nothing
+        if not there:  # no such table: compare with no rows
             _add_note(result, f"{title} does not exist")
             listed = ", ".join(f"NULL::text AS {quote_identifier(one)}" for one in pair.target_key) or "NULL"
             place = f"(SELECT {listed} WHERE false) AS nothing"

@@ -1,4 +1,4 @@
-"""What is compared with what, and how: each captured table at each adapter that can be read back."""
+"""What to compare with what, and how: each captured table at each adapter that can be read back."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from pgcdc.transform.specs import Chain
 
 _ROW_OPERATIONS = {one.name for one in (Op.INSERT, Op.UPDATE, Op.DELETE, Op.TRUNCATE, Op.SNAPSHOT)}
 _COLUMN_STEPS = ("drop_columns", "rename_fields", "mask")
-_ORDERED = "BDINTU"  # Categories of base types whose values have one order on every server
+_ORDERED = "BDINTU"  # Categories of base types whose values sort the same on every server
 _COLLATION_SINCE = 150000
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A table of the source, and what an adapter has of it."""
+    """A table of the source, and an adapter's copy of it."""
 
     spec: AdapterSpec
     sink: Sink
@@ -41,14 +41,14 @@ class Pair:
 
     @property
     def shape(self) -> TableShape:
-        """The table behind the chain."""
+        """The table after the chain."""
         relation = self.table.relation
         primary = list(self.table.key) if relation.replica_identity in "df" else []
         return TableShape(*self.chain.describe(relation, {"primary_key": primary, "columns": []}))
 
     @property
     def kept(self) -> list[tuple[str, str]]:
-        """The columns that the adapter gets: their names at the source, and behind the chain."""
+        """The columns that the adapter gets: their names at the source, and after the chain."""
         fates = zip(self.table.columns, self.chain.fates(self.table.relation), strict=True)
         return [(column, name) for column, (name, _) in fates if name is not None]
 
@@ -58,7 +58,7 @@ class Pair:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """Key columns at the source. (): there is none, or transforms drop or mask it, and rows are counted."""
+        """Key columns at the source. (): the table has none, or transforms drop or mask it; rows are then counted."""
         fates = dict(zip(self.table.columns, self.chain.fates(self.table.relation), strict=True))
         plain = all(fates[one][0] is not None and not fates[one][1] for one in self.table.key)
         return self.table.key if plain else ()
@@ -115,7 +115,7 @@ def _pairs_of(spec: AdapterSpec, sink: Sink, chains: Chains, tables: Sequence[Pu
 
 
 def _why_not(chain: Chain) -> str:
-    """Why nobody can say without Spark what a row looks like behind this chain; "" if that is known."""
+    """Why it takes Spark to know what a row looks like after this chain; "" if it does not."""
     for one in chain.transforms:
         if one.type in ("sql", "python") or one.sql:
             return f"the transform {one.type} changes rows, and only Spark can run it"
@@ -126,16 +126,16 @@ def _why_not(chain: Chain) -> str:
     return ""
 
 
-# --- what the catalogs say
+# --- information from the catalogs
 
 
 @dataclass(frozen=True)
 class ServerColumn:
     type: str  # Without a length
-    order: str | None  # The same text on two servers: values have the same order there. None: not known
+    order: str | None  # If two servers have the same text here, values sort the same there. None: not known
 
 
-ServerTable = dict[str, ServerColumn]  # By the names of columns. Empty: there is no such table
+ServerTable = dict[str, ServerColumn]  # By column name. Empty: the table does not exist
 
 
 def order_of(names: Sequence[str], known: ServerTable) -> list[ServerColumn]:
@@ -186,5 +186,5 @@ def target_name(pair: Pair) -> tuple[str, str]:
 
 
 def quoted_columns(names: Sequence[str], known: ServerTable) -> tuple[str, ...]:
-    """In SQL; a column that is not there is NULL."""
+    """Columns in SQL; NULL for a column that does not exist."""
     return tuple(quote_identifier(one) if one in known else "NULL" for one in names)

@@ -1,5 +1,8 @@
-"""`pgcdc verify --repair`: the running capture reads the keys that differ again, and sends each row, or its deletion,
-through the transforms to that adapter alone. Then they are looked at once more."""
+"""`pgcdc verify --repair`: repairs differences through the running capture, then compares them again.
+
+The capture reads the keys that differ again, and sends each row, or its deletion, through the transforms to that
+adapter alone.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ ENDED = ("done", "failed", "stopped")
 
 
 def repair(state: StateDir, comparisons: Sequence[Comparison], notebook: Notebook, say: Callable[[str], None]) -> None:
-    """Ask for everything that differs, wait for it, and compare it again."""
+    """Request everything that differs, wait for it, and compare it again."""
     asked: dict[str, Comparison] = {}
     for one in comparisons:
         result = one.result
@@ -43,9 +46,9 @@ def repair(state: StateDir, comparisons: Sequence[Comparison], notebook: Noteboo
 
 
 def _wait(state: StateDir, names: Sequence[str]) -> dict[str, str]:
-    """Until these requests have ended: the error of each, or an empty text."""
+    """Wait until these requests have ended. Returns the error of each, or an empty text."""
     ended: dict[str, str] = {}
-    while True:  # only the last requests that ended are known
+    while True:  # only the latest ended requests are known
         found = [one for one in list_snapshots(state) if one["id"] in names and one["status"] in ENDED]
         ended |= {one["id"]: one.get("error") or "" for one in found}
         if len(ended) == len(names):

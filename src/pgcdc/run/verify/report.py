@@ -1,4 +1,5 @@
-"""What a comparison found, and how it is kept: while it goes on in `verify.json`, of the last one in `verify_last.json`."""
+"""The results of a comparison, and where they are kept: in `verify.json` while it continues, then in
+`verify_last.json`."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ class TableResult:
 
     adapter: str
     table: str
-    method: str = ""  # ranges, buckets, reading; and whether rows were counted for lack of a key
+    method: str = ""  # ranges, buckets, reading; and whether rows were counted because there is no key
     rows: int = 0  # At the source
     ranges: int = 0
     missing: int = 0
@@ -34,13 +35,13 @@ class TableResult:
     different: int = 0
     unsettled: int = 0  # Changed at every look
     repaired: int = 0
-    keys: dict[str, list[list[str]]] = field(default_factory=dict)  # The first of each verdict
-    dead_letters: int = 0  # Waiting ones of this table and adapter
-    explained: int = 0  # Rows that differ, and of which a dead letter waits
+    keys: dict[str, list[list[str]]] = field(default_factory=dict)  # The first keys of each verdict
+    dead_letters: int = 0  # Waiting letters of this table and adapter
+    explained: int = 0  # Rows that differ and have a waiting dead letter
     notes: list[str] = field(default_factory=list)
     reason: str = ""  # Why it was not compared
-    after: list[str] | None = None  # The last key that is compared; for a comparison that goes on
-    file_bytes: int = 0  # What counts of its file of keys
+    after: list[str] | None = None  # The last key that was compared, to resume from
+    file_bytes: int = 0  # How many bytes of its key file count
     is_done: bool = False
 
     @property
@@ -106,7 +107,7 @@ class Report:
 
 
 def describe_last(state: StateDir) -> str | None:
-    """One line on the last comparison; None: there was none."""
+    """One line on the last comparison; None if there was none."""
     last = read_json(last_file(state))
     if last is None:
         return None
@@ -123,7 +124,7 @@ def last_file(state: StateDir) -> Path:
 
 
 class Notebook:
-    """The results so far, so that an interrupted comparison goes on. The keys that differ are in files beside it."""
+    """The results so far, so that an interrupted comparison can resume. The keys that differ are in separate files."""
 
     def __init__(self, state: StateDir, digest: str, *, resume: bool) -> None:
         self._file, self._folder, self._digest = state.path / "verify.json", state.path / "verify", digest
@@ -143,7 +144,7 @@ class Notebook:
         write_json(self._file, content)
 
     def close(self) -> None:
-        """It is finished: nothing is left to go on with."""
+        """The comparison is finished: nothing is left to resume."""
         self._file.unlink(missing_ok=True)
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -167,7 +168,7 @@ class Notebook:
                 yield tuple(json.loads(line))
 
     def copy_keys(self, name: str, target: Path) -> None:
-        """A durable copy for who repairs them."""
+        """Make a durable copy for the repair."""
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(f"{target.name}.partial")
         with open(partial, "wb") as file:

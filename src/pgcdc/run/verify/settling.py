@@ -1,9 +1,9 @@
-"""Keys that seem to differ are looked at again until they settle: most only changed while they were compared.
+"""Looks again at keys that seem to differ, until they settle: most only changed while they were compared.
 
-the source → everything committed by then is at the target → the target → the source again
+    the source → everything committed by then is at the target → the target → the source again
 
-The target is wrong only if the source had the same row before and after, and the target has another. A row that is not at
-the source has no mark that would show a change: it must look the same twice.
+The target is wrong only if the source had the same row before and after, and the target has another. A row that is not
+at the source has no mark that would show a change: it must look the same twice.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Finder(Protocol):
     """One side of a table."""
 
     def find(self, keys: Collection[Key]) -> Mapping[Key, Seen]:
-        """What it has under these keys, now; maybe also under others."""
+        """What this side has under these keys now; may include other keys."""
 
 
 def settle(
@@ -58,9 +58,9 @@ def settle(
 def judge(
     before: Seen | None, there: Seen | None, after: Seen | None, doubt: tuple[Seen | None, Seen | None] | None
 ) -> Verdict | None:
-    """None: look again. `doubt` is what the last look ended with."""
+    """The verdict on one key. None: look again. `doubt` is what the last look ended with."""
     found = there.content if there else None
-    # At the barrier the target had at least `before`: if it has that or what came after, it was equal at a position.
+    # At the barrier the target had at least `before`. If it has that or what came after, it was equal at some position.
     if found in [one.content if one else None for one in (before, after)]:
         return "equal"
     if before != after or (not (after and after.mark) and doubt != (after, there)):

@@ -17,20 +17,18 @@ from pgcdc.run.verify.settling import Finder
 from pgcdc.source.postgres.setup.tables import PublishedTable
 from pgcdc.source.postgres.snapshot.copy import copy_rows
 
-Range = tuple[Key | None, Key | None]  # Behind the first key, up to the second; None: no such bound
-Pace = Callable[
-    [int], None
-]  # Called with rows that were read: waits, so that the source is not read faster than allowed
+Range = tuple[Key | None, Key | None]  # After the first key, up to the second; None: no such bound
+Pace = Callable[[int], None]  # Called with rows that were read: waits if necessary, to limit the rate at the source
 
 
 ALL: Range = (None, None)
 
 
 class Side(Finder, Protocol):
-    """What every comparison needs. `of`: into how many buckets keys fall, a power of 2."""
+    """What every comparison needs. `of`: the number of buckets for keys, a power of 2."""
 
     def sums(self, part: Range, of: int) -> Sums:
-        """The rows of a range, by buckets of their keys."""
+        """The sums of a range's rows, by buckets of their keys."""
 
     def rows(self, part: Range, buckets: Collection[int], of: int) -> dict[Key, Seen]:
         """The rows of a range that are in some buckets."""
@@ -44,7 +42,7 @@ class SqlSide(Side):
     source: str  # The FROM clause
     columns: tuple[str, ...]  # In SQL
     key: tuple[str, ...]  # Names of columns; (): rows are counted
-    types: tuple[str, ...] = ()  # Of the key, if both sides have the same; else keys are looked for as texts
+    types: tuple[str, ...] = ()  # Of the key, if both sides have the same; otherwise keys are compared as texts
     condition: str | None = None
     is_md5: bool = False
     has_marks: bool = False
@@ -61,7 +59,7 @@ class SqlSide(Side):
 
     @property
     def _texts(self) -> list[str]:
-        return [f"concat({one})" for one in self._names]  # which writes a value as COPY does
+        return [f"concat({one})" for one in self._names]  # it writes a value as COPY does
 
     def _bucket(self, of: int) -> str:
         hashed = hash_sql(self._names, is_md5=self.is_md5) if self.key else self._hash
@@ -80,7 +78,7 @@ class SqlSide(Side):
         return [f"({names}) {sign} ({', '.join(map(quote_literal, one))})" for sign, one in bounds if one is not None]
 
     def bound(self, after: Key | None, rows: int) -> Key | None:
-        """The key of the last of so many rows; None: there are fewer."""
+        """The key of the last of `rows` rows; None if there are fewer."""
         order = f" ORDER BY {', '.join(self._names)} OFFSET {rows - 1} LIMIT 1"
         found = self._select(", ".join(self._texts), *self._within((after, None)), tail=order)
         return tuple(found[0]) if found else None
@@ -121,7 +119,7 @@ class SqlSide(Side):
         return found
 
 
-# --- read here
+# --- hashed here
 
 Rows = tuple[list[pa.Array], list[str] | None]
 """The columns of some rows, as texts, and their marks."""
@@ -132,11 +130,11 @@ class ReadSide(Side):
     """Rows that come as texts, always all of them."""
 
     read: Callable[[Collection[Key] | None], Iterator[Rows]]
-    """All rows, or at least those with these keys."""
-    key: tuple[int, ...]  # Which of the columns; (): rows are counted
+    """Reads all rows, or at least those with these keys."""
+    key: tuple[int, ...]  # Indexes of columns; (): rows are counted
 
     def _walk(self, keys: Collection[Key] | None = None) -> Iterator[tuple[Key, int, int, str]]:
-        """Key, its hash, hash and mark of each row."""
+        """The key of each row, the key's hash, the row's hash and its mark."""
         for columns, marks in self.read(keys):
             values = [column.cast(pa.binary()).to_pylist() for column in columns]
             for number, row in enumerate(zip(*values, strict=True)):
@@ -172,7 +170,7 @@ class ReadSide(Side):
 
 @dataclass(frozen=True)
 class SourceRows:
-    """Rows of the source behind a chain."""
+    """Rows of the source after a chain."""
 
     conn: Connection
     table: PublishedTable
@@ -191,7 +189,7 @@ class SourceRows:
         typed = ", ".join(f"{one}::{kind}" for one, kind in zip(aliases, self.types, strict=True))
         try:
             yield from self._copy(f"({', '.join(names)}) IN (SELECT {typed} {unnested})")
-        except psycopg.DataError:  # the target has a key that is none here: every row is asked for its text
+        except psycopg.DataError:  # the target has a key that is invalid here: compare the text of every row
             texts = ", ".join(f"concat({one})" for one in names)
             yield from self._copy(f"({texts}) IN (SELECT {', '.join(aliases)} {unnested})")
 
