@@ -100,7 +100,7 @@ class ControlServer:
                 self._send(client, {"lsn": lsn})
 
     def push(self, content: dict[str, Any]) -> None:
-        """Send to all followers. One that does not read is dropped."""
+        """Send to all followers. Drops a follower that does not read."""
         line = json.dumps({"push": content}).encode() + b"\n"
         for client in [one for one in self._clients.values() if one.follows]:
             try:

@@ -160,7 +160,8 @@ def replay_command(
     as_json: Json = False,
     config: File = None,
 ) -> None:
-    """Deliver dead letters again: by the run if there is one, else from here. Flags of an adapter name another target."""
+    """Deliver dead letters again, through the running pipeline if there is one. Flags of an adapter choose another
+    target."""
     flags = given_flags(ctx)
     others = own_options(flags)
     letters = _Letters({key: value for key, value in flags.items() if key not in others}, config)

@@ -75,7 +75,7 @@ def playground(
         Path | None, typer.Option(help="Keep the delivered events in this folder.", show_default=False)
     ] = None,
 ) -> None:
-    """A PostgreSQL of its own under random traffic, captured through Spark and compared at the end."""
+    """Run a temporary PostgreSQL under random traffic, capture it through Spark, and compare the result at the end."""
     with exit_on_error():
         # PGSSLMODE, PGOPTIONS and the like are for the user's databases, not the playground's
         for name in [name for name in os.environ if name.startswith("PG") and not name.startswith("PGCDC_")]:

@@ -97,7 +97,7 @@ def _pgcdc(
 
 
 def version() -> None:
-    """What is installed, and which quick ways are in use."""
+    """Show installed versions and which fast paths are in use."""
     from platform import python_version
 
     from pgcdc.core.compiled import describe_ways, find_version

@@ -65,8 +65,8 @@ def snapshot(
 ) -> None:
     """Copy tables as they are now through adapters: consistent, complete, and without a trace on the server.
 
-    Transforms, masks and routes are those of the configuration. With --incremental (and --pause, --resume, --stop, --list):
-    rows again in the stream of a pipeline, beside its changes.
+    Applies the transforms, masks and routes of the configuration. With --incremental (and --pause, --resume, --stop,
+    --list), rereads rows in the stream of a running pipeline, beside its changes.
     """
     with exit_on_error():
         from pgcdc.config.layers import load

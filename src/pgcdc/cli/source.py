@@ -44,7 +44,7 @@ def status_command(
     db: Db = "",
     as_json: Json = False,
 ) -> None:
-    """One slot: who reads it, how far, and how much WAL the server keeps for it."""
+    """Show one slot: its reader, its position, and how much WAL the server keeps for it."""
     wanted = _require(name or slot_name, "slot", "--slot-name")
     with _connect(db) as conn:
         slot = get_slot(conn, wanted)
@@ -64,7 +64,7 @@ def drop_command(
     db: Db = "",
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
-    """Drop a slot: what it holds and was not delivered is lost."""
+    """Drop a slot. Changes that it holds and that were not delivered are lost."""
     name = _require(slot_name, "slot", "--slot-name")
     if not yes:
         confirm(
@@ -114,7 +114,7 @@ def list_consumers(state_dir: State = Path(".pgcdc")) -> None:
 @consumer_app.command("forget")
 @exit_on_error()
 def forget_consumer(name: str, state_dir: State = Path(".pgcdc")) -> None:
-    """Forget a consumer that will not come back, so that it no longer holds anything back."""
+    """Forget a consumer that will not come back, so that it no longer holds back WAL and segments."""
     from pgcdc.capture.control import forget_consumer as forget
 
     state = _find_state(state_dir)
@@ -142,7 +142,7 @@ def describe(
     arrays: Annotated[str, typer.Option(help="Arrays: array or string.")] = "array",
     composites: Annotated[str, typer.Option(help="Composite types: struct or string.")] = "struct",
 ) -> None:
-    """`pgcdc describe`: a table as Spark will see it."""
+    """Show a table as Spark will see it."""
     from pgcdc.source.postgres.single_table import ColumnDescription
     from pgcdc.sources import describe as describe_table
 
@@ -183,7 +183,7 @@ def resync(
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
-    """Bring targets back: one copy (--table, --adapter), or after a lost slot everything, deletes included."""
+    """Repair targets: one copy (--table, --adapter), or everything after a lost slot, including deletes."""
     from pgcdc.core.settings import split_outside_quotes
     from pgcdc.run.resync import Resync
 

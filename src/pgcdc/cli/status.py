@@ -25,7 +25,8 @@ def status(
     state_dir: Annotated[Path, STATE_DIR] = Path(".pgcdc"),
     as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
 ) -> None:
-    """Phase, positions, lag in bytes and seconds, and the last error of the pipeline that owns a state directory."""
+    """Show phase, positions, lag in bytes and seconds, and the last error of the pipeline that owns a state
+    directory."""
     with exit_on_error():
         report = read_status(state_dir)
         if as_json:
@@ -124,7 +125,7 @@ def _snapshots_of(state: StateDir, capture: dict[str, Any], capturing: bool) -> 
 def reload(
     state_dir: Annotated[Path, STATE_DIR] = Path(".pgcdc"),
 ) -> None:
-    """Make a running `pgcdc listen` read its transforms and routes again; they apply from the next batch on."""
+    """Make a running `pgcdc listen` reload its transforms and routes. They apply from the next batch on."""
     with exit_on_error():
         from pgcdc.capture.control import ask
 

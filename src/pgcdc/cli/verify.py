@@ -38,7 +38,7 @@ def verify(
     resume: Annotated[bool, typer.Option("--resume/--no-resume", help="Go on where the last one was stopped.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
 ) -> None:
-    """Compare every table at every target that can be read back with the source, and name the rows that differ."""
+    """Compare every table at every target that can be read back with the source, and list the rows that differ."""
     with exit_on_error():
         from pgcdc.cli.report import CopyProgress
         from pgcdc.run.chains import Chains

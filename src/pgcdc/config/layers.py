@@ -71,7 +71,7 @@ class Loaded:
         return name_key(path)
 
     def raw(self, path: KeyPath) -> Any:
-        """The value as written."""
+        """The value exactly as written."""
         return value_at(self.file.raw if self._said(path) == "" and self.file is not None else self.values, path)
 
     def check(self) -> None:

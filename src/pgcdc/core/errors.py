@@ -161,7 +161,7 @@ class DecodeError(PgcdcError):
 
 
 class ConversionError(PgcdcError):
-    """A value that has no place in its Spark type. Never NULL instead."""
+    """A value that does not fit its Spark type. It never becomes NULL."""
 
 
 class TransformError(PgcdcError):
@@ -169,7 +169,8 @@ class TransformError(PgcdcError):
 
 
 class SchemaChanged(PgcdcError):
-    """A table has other columns than the typed query that reads it. The query goes on there when it is loaded again."""
+    """The columns of a table differ from those of the typed query that reads it. Load the table again to continue from
+    here."""
 
 
 class GapError(PgcdcError):
@@ -185,7 +186,7 @@ class SinkError(PgcdcError):
 
 
 class SinkUnavailable(SinkError):
-    """The target does not answer; it may come back."""
+    """The target does not answer; it may recover."""
 
     policy = Policy.RETRY
 

@@ -40,7 +40,7 @@ class OldKind(IntEnum):
     """What the old values contain."""
 
     NONE = 0
-    KEY = ord("K")  # Only the replica identity's columns; the others were not sent and are null
+    KEY = ord("K")  # Only the replica identity's columns; the others are null because they were not sent
     FULL = ord("O")  # The whole old row: a null is a NULL
 
 

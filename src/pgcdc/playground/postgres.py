@@ -206,7 +206,7 @@ class EmbeddedPostgres:
         return self.log_path.read_bytes()[log_start:].decode(errors="replace")
 
     def _is_ready(self) -> bool:
-        """Like pg_ctl: the postmaster writes its state into its pid file."""
+        """Whether the server is ready. Like pg_ctl, reads the state that the postmaster writes into its pid file."""
         try:
             lines = (self.data_dir / "postmaster.pid").read_text().splitlines()
         except FileNotFoundError:
@@ -224,7 +224,7 @@ class EmbeddedPostgres:
 
 
 def _is_gone(process: psutil.Process) -> bool:
-    """Killed orphans belong to init, which may leave them as zombies."""
+    """Whether a process has ended. Killed orphans belong to init, which may leave them as zombies."""
     try:
         return bool(process.status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

@@ -122,7 +122,7 @@ class _Playground:
     # --- the run
 
     def play(self, kept: Path | None, seed: int, rate_per_s: float) -> int:
-        """Everything from the first process to the verdict."""
+        """Run everything from the first process to the verdict."""
         path = kept or self._scratch / EVENTS_FILE
         say("starting PostgreSQL 18")
         self._server = self._ending.enter_context(EmbeddedPostgres.temporary())

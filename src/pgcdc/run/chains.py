@@ -101,7 +101,7 @@ class Reloads:
         self._error: str | None = None
 
     def ask(self) -> None:
-        """Reload as soon as possible."""
+        """Request a reload as soon as possible."""
         self._asked.set()
 
     def answer(self, name: str) -> dict[str, Any]:
@@ -146,7 +146,7 @@ class Reloads:
         return f"{said}; these hold after a restart: {', '.join(later)}" if later else said
 
     def status(self) -> dict[str, Any]:
-        """For `pgcdc status`."""
+        """The reloads, for `pgcdc status`."""
         return {"reloads": self._done, "reload_errors": self._refused, "last_reload_error": self._error}
 
 
@@ -209,5 +209,5 @@ def why_unreadable(state: StateDir, adapter: str, keys: Iterable[str]) -> str:
 
 
 def _digest(spec: AdapterSpec) -> str:
-    """A one-way digest: the target may be a secret."""
+    """A one-way digest of a target, which may be a secret."""
     return hashlib.sha256(f"{spec.type}\0{spec.options.place()}".encode()).hexdigest()[:16]

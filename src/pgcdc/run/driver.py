@@ -58,7 +58,7 @@ class StopNow(BaseException):
 
 
 class Driver:
-    """The steps of a run, in the thread of `drive`; `Pipeline` is the interface for other threads."""
+    """The steps of a run, executed in the thread of `drive`. `Pipeline` is the interface for other threads."""
 
     def __init__(
         self,

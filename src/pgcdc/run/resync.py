@@ -64,7 +64,7 @@ class Resync:
     state_dir: Path
     read_again: tuple[str, ...] = ()  # Only these tables, through the working slot
     new_slot: bool = False
-    tables: tuple[str, ...] = ()  # Capture these from now on; (): as before
+    tables: tuple[str, ...] = ()  # Capture these tables from now on; (): as before
     truncate: bool = False
     two_phase: bool = False
     say: Callable[[str], None] = lambda text: None

@@ -273,7 +273,7 @@ class Moves:
             pass
         member = self.members.pop(name)
         member.close()
-        member.sink.stop()  # nobody waits for it
+        member.sink.stop()  # its writes need not finish
         if member.is_busy:
             self._removed[name] = member
         self._say(f"adapter {name} is removed")

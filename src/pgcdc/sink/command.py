@@ -238,7 +238,7 @@ class Command:
         return self._popen.returncode
 
     def kill(self) -> None:
-        """Kill it; thread-safe."""
+        """Kill the process group; thread-safe."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 

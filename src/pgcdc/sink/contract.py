@@ -197,14 +197,16 @@ class Sink(Protocol):
     `is_rewound`, it moves the record to `context.start`, or creates one there.
     """
     finds_by_halves: ClassVar[bool] = False
-    """SinkRejected without names says that some event is wrong: the runner finds it by giving halves."""
-    takes_executors: bool = False  # Executors may write large batches to it: it is a `ParallelSink`
-    reads_back: bool = False  # What the target has can be read again, with `read_back`: `pgcdc verify`
+    """A SinkRejected without names means that some event is wrong. The runner finds it by writing halves of the
+    batch."""
+    takes_executors: bool = False  # Executors may write large batches: it is a `ParallelSink`
+    reads_back: bool = False  # `pgcdc verify` can read the target's content with `read_back`
     part_events: int = 0
-    """So many events are in the first part of a batch; its pace decides on the next. 0: batches come as they are."""
+    """The number of events in the first part of a batch; its speed determines the next size. 0: batches are not
+    split."""
 
     def check(self, context: SinkContext) -> None:
-        """Look at the target before anything is created, and leave it as it is. SinkError: it cannot be used."""
+        """Check the target without changing it, before anything is created. SinkError: the target cannot be used."""
         return None
 
     def open(self, context: SinkContext) -> Position | None:

@@ -44,7 +44,7 @@ class GroupSink(Sink):
 
     form: Form = "records"
     order: ClassVar[Order] = "key"
-    """`key`: events of one key stay in order. `stream`: all events do, one group after the other."""
+    """`key`: events of one key stay in order. `stream`: all events stay in order, one group after the other."""
     concurrency: int = 8  # The number of groups in flight
     group_events: int = 1  # The most events in a group
     group_bytes: int = 1_000_000  # The most bytes in a group with several events

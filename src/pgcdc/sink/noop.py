@@ -1,4 +1,4 @@
-"""Takes everything and keeps nothing: for measurements, and for a look at what a pipeline costs."""
+"""Accepts everything and stores nothing: for measurements, and to see what a pipeline costs."""
 
 from __future__ import annotations
 

@@ -1,20 +1,21 @@
--- Changes keys, notes and the position in one step, or nothing: see redis.py.
--- KEYS: the record of the position; the notes: the last refused change of each key, with '+' if others were refused before it.
--- ARGV: token, position, position afterwards, mode, 'replay' or '', number of notes, key and position of each in order. Then the
--- changes: position, key, the key that its row had (empty: it only goes), number of columns that were not sent, their names, value.
+-- Changes keys, notes and the position in one step, or not at all: see redis.py.
+-- KEYS: the record of the position; the notes: the last refused change of each key, with '+' if others were refused before.
+-- ARGV: token, position, position afterwards, mode, 'replay' or '', number of notes, key and position of each note in order,
+-- then the changes: position, key, the row's previous key (empty: only a deletion), number of columns that were not sent,
+-- their names, value.
 local token, at, replayed = unpack(redis.call('HMGET', KEYS[1], 'token', 'position', 'replayed'))
 if token ~= ARGV[1] or at ~= ARGV[2] then return {'moved', token or '0'} end
 local is_sync, is_replay, first_change = ARGV[4] == 'sync', ARGV[5] == 'replay', 7 + 2 * ARGV[6]
 local rows, last, left, refused = {}, {}, {'done'}, {'refused'}
 
--- An answer was lost and all of it comes again: what the last replay changed is delivered, not superseded.
+-- If an answer was lost, the whole replay is repeated: what the last one changed counts as delivered, not superseded.
 local before, done = {}, {}
 for position in string.gmatch(replayed or '', '%S+') do before[position] = true end
 
 local notes = {}
 for j = 7, first_change - 2, 2 do
   local key, position = ARGV[j], ARGV[j + 1]
-  if position > at then  -- else an answer was lost: the server has it, or something newer has replaced it
+  if position > at then  -- otherwise an answer was lost: the server has the note, or something newer replaced it
     notes[key] = notes[key] or {}
     table.insert(notes[key], position)
   end
@@ -22,7 +23,7 @@ end
 
 local function note_of(key) return string.match(redis.call('HGET', KEYS[2], key) or '', '^([^+]*)(%+?)$') end
 
--- Whether a change before `position` is missing in the row that this key has.
+-- Whether the row at this key misses a change before `position`.
 local function is_stale(key, position)
   local noted, others = note_of(key)
   if is_replay then return noted ~= position or others ~= '' end
@@ -66,7 +67,7 @@ while i <= #ARGV do
 end
 if #refused > 1 then return refused end
 
-for key, value in pairs(rows) do if not value then redis.call('UNLINK', key) end end  -- first: it helps a full server
+for key, value in pairs(rows) do if not value then redis.call('UNLINK', key) end end  -- first, because it helps a full server
 for key, value in pairs(rows) do if value then redis.call('SET', key, value) end end
 for key, position in pairs(redis.call('EXISTS', KEYS[2]) == 1 and last or {}) do
   if note_of(key) <= position then redis.call('HDEL', KEYS[2], key) end

@@ -140,7 +140,7 @@ class RedisSink(Sink):
         self._max_bytes, self._waits_ms = 512 << 20, 0
         with self._explained(self._name):
             self._client = self._connect(context)
-            with suppress(ResponseError):  # no right to ask
+            with suppress(ResponseError):  # no permission to ask
                 config = self._client.config_get("proto-max-bulk-len", "appendonly", "appendfsync")
                 self._max_bytes = int(config["proto-max-bulk-len"])
                 if config["appendonly"] == "yes" and config["appendfsync"] != "no":

@@ -39,7 +39,7 @@ Priority = Literal["critical", "normal", "best-effort"]
 
 
 class DeliveryOptions(Options):
-    """How a sink is called, the same for all: `<adapter>_<field>` in the configuration."""
+    """Delivery settings that every adapter accepts: `<adapter>_<field>` in the configuration."""
 
     max_retries: int = setting(5, "tries after the first, before the adapter counts as failed", ge=0)
     backoff_base: Seconds = setting(0.1, "each pause is random between 0 and base * 2^tries", gt=0)

@@ -56,7 +56,7 @@ def folders() -> Iterator[Path]:
 
 
 def is_safe(path: Path) -> bool:
-    """Whether only root and this user may write there."""
+    """Whether only root and this user may write to a path."""
     found = path.lstat()
     return found.st_uid in (0, os.getuid()) and not found.st_mode & 0o022
 

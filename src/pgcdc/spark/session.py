@@ -384,7 +384,7 @@ def _jvm_is_gone(error: BaseException, spark: SparkSession) -> bool:
     process = getattr(spark.sparkContext._gateway, "proc", None)
     if process is None:
         return False
-    if isinstance(error, (ConnectionError, Py4JNetworkError)):  # its sockets close some time before it is gone
+    if isinstance(error, (ConnectionError, Py4JNetworkError)):  # its sockets close some time before the JVM is gone
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(10)
     return process.poll() is not None

@@ -338,7 +338,7 @@ class ColumnProgram(Program):
         return [found[number, chain.form] for number, chain in zip(self.of_chain, self.chains, strict=True)]
 
     def _made(self, batches: Iterable[pa.RecordBatch], number: int, forms: list[Form]) -> Iterator[pa.RecordBatch]:
-        """The events of a distinct chain in these forms, as the chain with the number 0."""
+        """The events of a distinct chain in these forms, as a chain numbered 0."""
         chain = SimpleChain((), tuple(one.step for one in self.distinct[number].parts[2]), tuple(forms))
         reader, schema = ColumnReader(), block_schema([chain], keyed=True)
         for batch in batches:

@@ -357,7 +357,8 @@ def column_chain(chain: Chain) -> SimpleChain:
 
 
 def _check_names(one: Transform, gone: dict[str, str]) -> None:
-    """`gone`: columns that no event has at this step, and their new names ("": dropped)."""
+    """Check a transform's column names. `gone`: columns that no event has at this step, and their new names ("":
+    dropped)."""
     for name in one.named:
         if gone.get(name):
             raise ConfigError(

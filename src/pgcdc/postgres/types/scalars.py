@@ -56,7 +56,7 @@ class Numbers(Scalar):
     __slots__ = ()
 
     def convert(self, values: pa.Array) -> pa.Array:
-        """The numbers."""
+        """Convert to numbers."""
         return _cast(values, lambda some: some.cast(self.arrow), self._refuse)
 
     def _refuse(self, index: int, value: bytes) -> Rejected:
@@ -82,7 +82,7 @@ class Nearest(Numbers):
     __slots__ = ()
 
     def convert(self, values: pa.Array) -> pa.Array:
-        """The nearest doubles."""
+        """Convert to the nearest doubles."""
         doubles = Numbers.convert(self, values)
         infinite = pc.is_inf(doubles)
         if pc.any(infinite).as_py():
@@ -100,7 +100,7 @@ class Bits(Scalar):
     __slots__ = ()
 
     def convert(self, values: pa.Array) -> pa.Array:
-        """True and False."""
+        """Convert to booleans."""
         found = pc.index_in(values, value_set=_BOOLS)
         if found.null_count != values.null_count:
             index = pc.index(pc.and_(found.is_null(), values.is_valid()), True).as_py()
@@ -148,7 +148,7 @@ class Moments(Scalar):
     clamp: bool = False  # Values outside become the first or the last moment of those years
 
     def convert(self, values: pa.Array) -> pa.Array:
-        """Days or microseconds."""
+        """Convert to days or microseconds."""
         text = values.view(pa.string())
         try:
             return text.cast(self.arrow)

@@ -33,7 +33,7 @@ class TableResult:
     missing: int = 0
     extra: int = 0
     different: int = 0
-    unsettled: int = 0  # Changed at every look
+    unsettled: int = 0  # Keys that changed at every look
     repaired: int = 0
     keys: dict[str, list[list[str]]] = field(default_factory=dict)  # The first keys of each verdict
     dead_letters: int = 0  # Waiting letters of this table and adapter

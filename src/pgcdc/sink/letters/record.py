@@ -27,7 +27,7 @@ DELIVERED, SUPERSEDED, FAILED = "delivered", "superseded", "failed"
 
 
 class LetterSettings(Options):
-    """What becomes of events that a target refuses."""
+    """How to handle events that a target refuses."""
 
     dlq: Literal["file", "pg_table", "stderr", "none"] = setting(
         "file", "Where refused events go: file, pg_table, stderr, or none (they are lost).", DEAD, metavar="STORE"
