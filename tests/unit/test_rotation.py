@@ -25,7 +25,7 @@ from pgcdc.event.batch import Batch
 from pgcdc.sink import contract, line_files
 from pgcdc.sink.contract import Progress
 from pgcdc.sink.file import FileSink
-from pgcdc.sink.line_files import KeyStore, Rotated, tidy
+from pgcdc.sink.line_files import KeyStore, Rotated, open_lines, tidy
 from pgcdc.sink.runner import Runner
 from pgcdc.sink.spec import check_adapters
 
@@ -209,6 +209,23 @@ def test_crash_while_files_are_removed_is_finished(target: RotatingFile, crash_a
     assert len(target.rotated()) == last - 1
     tidy(target.path, Rotated(1, last, last), "none", lambda: False)
     assert len(target.rotated()) == 1
+
+
+@pytest.mark.parametrize("kind", [RotatingGzip, RotatingZstd])
+def test_a_file_that_is_compressed_after_it_was_listed_is_read_all_the_same(
+    tmp_path: Path, kind: type[RotatingFile]
+) -> None:
+    target = kind(tmp_path)
+    sink = make(target, compression="none")
+    sink.write(batch(START, END))
+    sink.close()
+    listed = target.rotated()
+    contents = [path.read_bytes() for path in listed]
+    tidy(target.path, Rotated(1, 1, len(listed)), target.compress, lambda: False)  # type: ignore[arg-type]
+    assert not any(path.exists() for path in listed)
+    for path, content in zip(listed, contents, strict=True):
+        with open_lines(path) as file:
+            assert file.read() == content
 
 
 # --- a full disk

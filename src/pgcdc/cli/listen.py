@@ -14,6 +14,7 @@ import typer
 
 from pgcdc.cli.flags import CONFIG_OPTION, given_flags
 from pgcdc.cli.report import INTERRUPTED, SnapshotProgress, exit_on_error, say
+from pgcdc.core.signals import on_end_signals
 
 if TYPE_CHECKING:
     from pgcdc.run.pipeline import Pipeline
@@ -61,8 +62,7 @@ def _stop_on_signals(pipeline: Pipeline) -> None:
         if pipeline.is_starting:
             raise StopNow
 
-    signal.signal(signal.SIGINT, handle)
-    signal.signal(signal.SIGTERM, handle)
+    on_end_signals(handle)
 
 
 def playground(

@@ -12,7 +12,6 @@ import contextlib
 import os
 import queue
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -29,6 +28,7 @@ from pgcdc.capture.server import remove_socket
 from pgcdc.config import Config
 from pgcdc.core.errors import ConfigError, PgcdcError
 from pgcdc.core.position import Position
+from pgcdc.core.signals import on_end_signals
 from pgcdc.core.state import Lock
 from pgcdc.event.batch import Batch
 from pgcdc.playground.postgres import EmbeddedPostgres
@@ -64,8 +64,7 @@ def run_playground(
     check_java()
     kept = _choose_file(keep)
     playground = _Playground(seconds)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, playground.handle_signal)
+    on_end_signals(playground.handle_signal)
     try:
         return playground.play(kept, seed, rate_per_s)
     except (KeyboardInterrupt, Exception) as error:

@@ -153,13 +153,24 @@ class KeyStore(EventStore):
 
 @contextlib.contextmanager
 def open_lines(path: Path) -> Iterator[BinaryIO]:
+    """Open a file of JSON lines. One that a writer compressed since it was listed is read in its compressed form."""
+    with contextlib.ExitStack() as opened:
+        try:
+            file = _open(path, opened)
+        except FileNotFoundError:
+            forms = (path.with_name(path.name + ending) for ending in ENDINGS.values())
+            if (compressed := next((form for form in forms if form.exists()), None)) is None:
+                raise
+            file = _open(compressed, opened)
+        yield file
+
+
+def _open(path: Path, opened: contextlib.ExitStack) -> BinaryIO:
     kind = next((kind for kind, ending in ENDINGS.items() if path.name.endswith(ending)), None)
     if kind is None:
-        with open(path, "rb") as file:
-            yield file
-        return
-    with pa.OSFile(str(path), "rb") as raw, pa.CompressedInputStream(raw, kind) as stream:
-        yield cast(BinaryIO, io.BufferedReader(stream))
+        return opened.enter_context(open(path, "rb"))
+    raw = opened.enter_context(pa.OSFile(str(path), "rb"))
+    return cast(BinaryIO, io.BufferedReader(opened.enter_context(pa.CompressedInputStream(raw, kind))))
 
 
 def read_lines(path: Path, size: int | None, store: EventStore) -> int:

@@ -1,0 +1,37 @@
+"""Signals that end the process."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from pgcdc.core.signals import on_end_signals
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_forked_child_leaves_the_signal_to_its_parent(number: signal.Signals) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    on_end_signals(interrupt)
+    child = os.fork()
+    if not child:
+        try:
+            os.kill(os.getpid(), number)
+            os._exit(0)
+        except KeyboardInterrupt:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), number)
