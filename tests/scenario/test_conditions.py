@@ -7,12 +7,13 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
 import pytest
 from event_streams import spooled
 from transform_cases import KEY, KEY_VARIABLE
 from transforming import STREAM, batches, collect, projected
 
-from pgcdc.core.errors import TransformError
+from pgcdc.core.errors import PgcdcError, TransformError
 from pgcdc.event.edits import parse_chains
 from pgcdc.event.forms import FORMS
 from pgcdc.transform.program import AskProgram, BlockProgram, ColumnProgram, compile_chains
@@ -88,6 +89,18 @@ def test_spark_gets_only_what_a_condition_reads(spark: SparkSession) -> None:
         assert len(given.where("block IS NULL").collect()) == 7
     (whole,) = parse_chains(compile_chains([Chain((where("size(row) > 1"),))]).source_options()["_chains"])[1:]
     assert (whole.asked, whole.steps) == (("table", "row"), ())
+
+
+def test_answers_in_another_order_are_refused(spark: SparkSession) -> None:
+    program = compile_chains([Chain((where("row['id'] = 1"),))])
+    assert isinstance(program, AskProgram)
+    with spooled(STREAM) as reader:
+        collected = projected(spark, reader, program).toArrow()
+    program._open(collected)
+    blocks, rows = (collected.filter(one) for one in (collected["block"].is_valid(), collected["block"].is_null()))
+    for wrong in (rows.take(list(reversed(range(len(rows))))), rows.slice(1)):
+        with pytest.raises(PgcdcError, match="or in another order"):
+            program._open(pa.concat_tables([blocks, wrong]))
 
 
 def test_a_rename_behind_a_condition_fails_only_for_what_is_left(spark: SparkSession) -> None:

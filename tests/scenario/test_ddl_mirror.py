@@ -11,6 +11,8 @@ from databases import Database
 from ddl_cases import CASES, DML, EITHER, EXACT, MORE, MORE_SETUP, PARTITIONED, RELOAD, SETUP, TREES
 from mirroring import Mirror, compare, mirror_of
 
+from pgcdc.sink.holds import new_hold
+
 
 @pytest.fixture
 def mirror(database: Database, tmp_path: Path) -> Iterator[Mirror]:
@@ -117,6 +119,13 @@ def test_a_table_without_columns_keeps_its_number_of_rows(mirror: Mirror) -> Non
     mirror.settle()
     assert [one.partition(":")[0] for one in mirror.said if "not at the target" in one] == ["table bag"]
     assert mirror.dead_letters() == []
+    at_target(mirror, "INSERT INTO bag DEFAULT VALUES")
+    mirror.runner.holds.add(
+        {mirror.database.query("SELECT 'bag'::regclass::oid::int8")[0][0]: new_hold("bag", "a test")}
+    )
+    mirror.run("INSERT INTO bag SELECT FROM generate_series(1, 7)")
+    mirror.settle()
+    assert at_target(mirror, "SELECT count(*) FROM bag") == [(7,)]
 
 
 def test_an_enum_that_the_target_has_is_used(mirror: Mirror) -> None:

@@ -377,6 +377,14 @@ BAD = {
         "looks at more than one event",
     ),
     "an aggregate": ({"type": "sql", "set": {"a": "max(channel)"}}, "looks at more than one event"),
+    "a list that is read": (
+        {"type": "filter", "where": "row['id'] IN (SELECT v.a FROM VALUES ('1') AS v(a))"},
+        "joins the events with another table",
+    ),
+    "another table": (
+        {"type": "sql", "set": {"a": "EXISTS (SELECT 1 FROM VALUES ('1') AS v(a) WHERE v.a = row['id'])"}},
+        "joins the events with another table",
+    ),
     "several rows": ({"type": "sql", "set": {"a": "explode(map_keys(row))"}}, "explode|generator"),
     "unknown module": ({"type": "python", "function": "no_such_module:f"}, "there is no module no_such_module"),
     "unknown function of a module": ({"type": "python", "function": "json:nothing"}, "has no function nothing"),

@@ -233,9 +233,9 @@ def explain_right(title: str, table: str, role: str, error: psycopg.Error) -> No
     return NoRight(f"the rows of table {title} cannot be read: {text}", advice)
 
 
-def execute_one(conn: Connection, statement: str) -> None:
+def execute_one(conn: Connection, statement: str) -> psycopg.Cursor[tuple[Any, ...]]:
     """Run exactly one statement. The extended protocol refuses more, even if the user's text contains a semicolon."""
-    conn.execute(statement.encode(), binary=True)
+    return conn.execute(statement.encode(), binary=True)
 
 
 def lock_creation(conn: Connection) -> None:

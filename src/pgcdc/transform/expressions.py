@@ -46,6 +46,25 @@ def check_sql(spark: SparkSession, what: str, transform: Transform) -> None:
         other = re.search(r"^[+:\- ]*(Aggregate|Window|Generate)\b", plan.toString(), re.MULTILINE)
         if other is not None:
             raise ConfigError(f"{what}: {text} looks at more than one event", "Use columns of one event only")
+        if plan.subqueriesAll().nonEmpty() and _joins(plan):
+            raise ConfigError(
+                f"{what}: {text} joins the events with another table",
+                "A join would lose their order. A subquery may give one value, the same for every event; "
+                "compare with a list by IN ('a', 'b')",
+            )
+
+
+def _joins(plan: Any) -> bool:
+    """Whether Spark makes a join of a subquery: of `IN`, and of one that refers to the event."""
+    left = _items(plan.expressions())
+    while left:
+        one = left.pop()
+        if _kind(one) == "InSubquery":
+            return True
+        if _kind(one) in ("Exists", "ScalarSubquery", "LateralSubquery") and one.outerAttrs().nonEmpty():
+            return True
+        left += _items(one.children())
+    return False
 
 
 def find_read(expressions: Sequence[str]) -> tuple[set[str], list[str] | None]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pgcdc.core.errors import PgcdcError
 from pgcdc.core.position import Position
 from pgcdc.event.batch import Batch, split_forms
 from pgcdc.event.columns import CHANGEABLE, EVENT_COLUMNS, KEY_COLUMNS, SHAPE_COLUMNS, ColumnReader
@@ -30,6 +31,7 @@ from pgcdc.transform.specs import Chain, Transform
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
 
+POSITION_CHARACTERS = 30  # Without the number of a part
 _RECORDS = "spark.sql.execution.arrow.maxRecordsPerBatch"
 _ROW_OPTIONS = {
     "ignoreNullFields": "false",
@@ -232,8 +234,10 @@ class AskProgram(BlockProgram):
         """The events of blocks, the data next to them, and which of the events each distinct chain keeps."""
         is_block = collected.column(0).is_valid()
         blocks = collected.select([0, 1]).filter(is_block)
-        kept = {number: collected.column(f"_kept_{number}").filter(pc.invert(is_block)) for number, _, _ in self._asks}
-        return *unpack_blocks(blocks, self._pushed, keyed=self.keyed), kept
+        asked = collected.filter(pc.invert(is_block))
+        events, beside = unpack_blocks(blocks, self._pushed, keyed=self.keyed)
+        _check_order(asked, events.column("position"))
+        return events, beside, {number: asked.column(f"_kept_{number}") for number, _, _ in self._asks}
 
     def _split(self, collected: pa.Table, start: Position, end: Position) -> list[Batch]:
         events, beside, kept = self._open(collected)
@@ -259,6 +263,19 @@ class AskProgram(BlockProgram):
     def explain(self, batch: DataFrame, error: Exception) -> Exception:
         events = batch.where(batch["_lsn"].isNotNull()).withColumn("position", typed_position())
         return explain_failure(events, error, self.distinct)
+
+
+def _check_order(asked: pa.Table, positions: pa.ChunkedArray) -> None:
+    """Raise if the rows that Spark answered for are not the events, in their order: an answer would hit another one."""
+    lsn, ordinal = (asked.column(name).to_numpy() for name in ("_lsn", "_ordinal"))
+    is_behind = (lsn[1:] < lsn[:-1]) | ((lsn[1:] == lsn[:-1]) & (ordinal[1:] < ordinal[:-1]))
+    texts = [f"{one:016X}/{place:013X}" for one, place in zip(lsn, ordinal, strict=True)] if is_behind.any() else None
+    events = pc.utf8_slice_codeunits(positions, 0, POSITION_CHARACTERS).to_pylist() if texts is not None else None
+    if len(asked) != len(positions) or texts != events:
+        raise PgcdcError(
+            f"Spark returned {len(asked)} rows for {len(positions)} events, or in another order",
+            "Look for what changes Spark's plans, such as an extension. Nothing was delivered of this batch",
+        )
 
 
 class ColumnProgram(Program):

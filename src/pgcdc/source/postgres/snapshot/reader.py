@@ -37,15 +37,15 @@ from psycopg import pq
 
 from pgcdc.core.errors import ConnectionLost, PgcdcError, SourceError
 from pgcdc.core.failpoint import hit
-from pgcdc.postgres.database import Connection, connect, explain_errors, explain_right, quote_identifier
+from pgcdc.postgres.database import Connection, connect, execute_one, explain_errors, explain_right, quote_identifier
 from pgcdc.source.postgres.setup.guard import wal_place
 from pgcdc.source.postgres.setup.shapes import read_catalog
 from pgcdc.source.postgres.setup.tables import PublishedTable
 from pgcdc.source.postgres.snapshot.asking import check_table, find_table
 from pgcdc.source.postgres.snapshot.chunks import Chunk, check_partitions, key_conditions, literals, lock_chunks
-from pgcdc.source.postgres.snapshot.copy import copy_rows, copy_statement
+from pgcdc.source.postgres.snapshot.copy import copy_rows, copy_statement, select_statement
 from pgcdc.source.postgres.snapshot.held import import_snapshot
-from pgcdc.source.postgres.snapshot.releases import Staged, snapshot_rows, stage_rows
+from pgcdc.source.postgres.snapshot.releases import Staged, bare_rows, snapshot_rows, stage_rows
 
 CHUNK_BYTES = 8 << 20
 FLUSH_POLL_S = 0.02
@@ -271,11 +271,17 @@ class Reader:
             raise ConnectionLost(f"table {table.title} was altered at this moment")
         read, columns = ChunkRead(table, snapshot=row[0], time_us=row[1]), len(table.columns)
         read.details = self._describe(conn, table)
-        statement = copy_statement(table.columns, table.source, [table.row_filter])
-        rows = copy_rows(conn, statement, columns, batch_bytes=_BATCH_BYTES)
+        if columns:
+            statement = copy_statement(table.columns, table.source, [table.row_filter])
+            rows = copy_rows(conn, statement, columns, batch_bytes=_BATCH_BYTES)
+            made = (snapshot_rows(values, columns) for values in rows)
+        else:
+            bare = select_statement((), table.source, [table.row_filter])
+            ((count,),) = execute_one(conn, f"SELECT count(*) FROM ({bare}) AS bare").fetchall()
+            made = bare_rows(count)
         while True:
             hit("reader.table")
-            batches = (snapshot_rows(values, columns) for values in islice(rows, TABLE_BATCHES))
+            batches = islice(made, TABLE_BATCHES)
             staged = stage_rows(order.folder, batches, f"{order.id}-{len(read.files)}", read.time_us)
             if not staged.rows:
                 break

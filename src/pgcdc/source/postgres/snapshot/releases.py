@@ -68,6 +68,7 @@ class Release:
 
 
 _RELEASE = TypeAdapter(Release)
+BARE_ROWS = 65_536
 
 
 _STAGED_NAME = re.compile(r"([\w-]+)\.(\d+)-(\d+)-(\d+)-(\d+)\.\w+\.arrow")
@@ -241,6 +242,13 @@ def snapshot_rows(values: pa.Array, columns: int) -> pa.RecordBatch:
     """Rows as changes with the operation SNAPSHOT; `values` are flat, from `copy_rows`, `columns` per row."""
     lists = row_lists(values, columns)
     return _batch(Op.SNAPSHOT, {"new": lists}, len(lists))
+
+
+def bare_rows(count: int) -> Iterator[pa.RecordBatch]:
+    """Rows of a table without columns, as `snapshot_rows` makes them."""
+    for begin in range(0, count, BARE_ROWS):
+        lists = pa.array([()] * min(BARE_ROWS, count - begin), CHANGES.field("new").type)
+        yield _batch(Op.SNAPSHOT, {"new": lists}, len(lists))
 
 
 def deleted_rows(rows: pa.Array) -> pa.RecordBatch:
