@@ -280,7 +280,12 @@ def _diff_rows(
         links = [one.get("joined", {}) for one in (before, after)]
         found = {
             "added": [oid for oid in news if oid not in olds],
-            "removed": [*(oid for oid in olds if oid not in news), *after.get("lost", ())],
+            "removed": [
+                *(oid for oid in olds if oid not in news),
+                *after.get("lost", ()),
+                # The last rows that nobody sees have been sent now.
+                *(oid for oid in before.get("detaching", ()) if oid not in after.get("detaching", ())),
+            ],
             # A partition created as such has a file with its own number. If the number differs, rows that were sent are
             # gone.
             "rewritten": [

@@ -15,7 +15,17 @@ from pgcdc.postgres.types.catalog import BUILT_IN, TypeCatalog, type_name
 from pgcdc.source.postgres.setup.tables import RULES_SINCE, TableColumn, read_columns
 
 _MAX_GUESSES = 10_000
-_KEPT = ("filenode", "leaves", "attached", "joined", "published", "member", "member_since", "hides_truncate")
+_KEPT = (
+    "filenode",
+    "leaves",
+    "attached",
+    "joined",
+    "detaching",
+    "published",
+    "member",
+    "member_since",
+    "hides_truncate",
+)
 
 # The catalog as the transaction's snapshot sees it, not as it is now. Taken without locks: somebody may be altering a
 # partition. A partition that was created as one has a column that was never touched since: ATTACH would have counted
@@ -40,6 +50,18 @@ tree AS (
 SELECT t.root::int8, t.inhrelid::int8::text, c.relfilenode::int8, CASE WHEN NOT t.is_made THEN t.since END,
        CASE WHEN NOT t.is_made THEN pg_relation_size(c.oid) > 0 ELSE false END, t.since || ' ' || c.xmin::text
 FROM tree t JOIN pg_class c ON c.oid = t.inhrelid AND c.relkind = 'r' ORDER BY c.oid
+"""
+# Partitions whose DETACH CONCURRENTLY was interrupted while older transactions run: rows that these wrote before are
+# sent when they commit, though no query sees them.
+IS_DETACHING = """(to_jsonb(i) ->> 'inhdetachpending' = 'true'
+    AND age(i.xmin) <= age(mod(txid_snapshot_xmin(txid_current_snapshot()), 4294967296)::text::xid))"""
+_DETACHING = f"""
+WITH RECURSIVE tree AS (
+    SELECT i.inhparent AS root, i.inhrelid, {IS_DETACHING} AS is_detaching
+    FROM pg_inherits i WHERE i.inhparent = ANY (%s::int8[]::oid[])
+    UNION ALL SELECT t.root, i.inhrelid, {IS_DETACHING}
+    FROM tree t JOIN pg_inherits i ON i.inhparent = t.inhrelid)
+SELECT root::int8, inhrelid::int8::text FROM tree WHERE is_detaching ORDER BY inhrelid
 """
 _MISSING = """
 SELECT a.attrelid::int8::text, a.attname::text, CASE WHEN a.atthasmissing THEN array_to_string(a.attmissingval, '') END
@@ -126,6 +148,7 @@ class CatalogLook:
         - `filenode` of an ordinary table, which a rewrite changes
         - for a root: `leaves` with their filenodes by oid; `attached`, those leaves that were attached with existing
           rows; and `joined`, when each leaf that was not created as a partition became one
+        - `detaching`, partitions that a query no longer sees, but whose rows may still be sent
         - `lost`: partitions that had rows and were dropped or detached before we knew them
         - `mixed`, columns in which old rows have different constants
         - `published`, the row filter and column list of the publications
@@ -238,6 +261,8 @@ def _read_facts(sql: Connection, oids: list[int], publications: Sequence[str]) -
                 found[root].setdefault("joined", {})[leaf] = since
             if has_rows:
                 found[root]["attached"].append(leaf)
+        for root, leaf in sql.execute(_DETACHING, [roots]).fetchall():
+            found[root].setdefault("detaching", []).append(leaf)
         _read_missing(sql, [found[root] for root in roots])
     has_rules = sql.info.server_version >= RULES_SINCE
     members = _MEMBERS.format(schemas=_SCHEMA_MEMBERS if has_rules else "").encode()

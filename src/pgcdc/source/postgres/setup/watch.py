@@ -16,7 +16,7 @@ from pgcdc.core.errors import ConnectionLost, SourceError
 from pgcdc.core.relation import Relation, ShapeChange
 from pgcdc.postgres.database import Connection
 from pgcdc.source.postgres.setup.guard import ShapeObserver, is_other, wal_place
-from pgcdc.source.postgres.setup.shapes import read_catalog
+from pgcdc.source.postgres.setup.shapes import IS_DETACHING, read_catalog
 from pgcdc.source.postgres.setup.tables import read_published
 from pgcdc.source.postgres.snapshot.marks import Mark, Marks
 from pgcdc.source.postgres.snapshot.releases import schema_mark
@@ -28,11 +28,12 @@ UNKNOWN_S = 0.1  # The interval while there is an unknown partition
 SHARE = 0.01  # The largest share of time to spend on looking
 
 # Any change to a table gives a row of the catalog another xmin. Statistics do not: they are updated in place.
-_DIGESTS = """
+_SINCE = f"i.xmin || CASE WHEN {IS_DETACHING} THEN ' detaching' ELSE '' END"
+_DIGESTS = f"""
 WITH RECURSIVE tree AS (
-    SELECT i.inhparent AS root, i.inhrelid, i.xmin::text AS since FROM pg_inherits i
+    SELECT i.inhparent AS root, i.inhrelid, {_SINCE} AS since FROM pg_inherits i
     WHERE i.inhparent = ANY (%(oids)s::int8[]::oid[])
-    UNION ALL SELECT t.root, i.inhrelid, i.xmin::text FROM tree t JOIN pg_inherits i ON i.inhparent = t.inhrelid)
+    UNION ALL SELECT t.root, i.inhrelid, {_SINCE} FROM tree t JOIN pg_inherits i ON i.inhparent = t.inhrelid)
 SELECT c.oid::int8, md5(concat_ws(' ', n.nspname, c.relname, c.relreplident, c.relnatts, c.relfilenode,
     (SELECT string_agg(a.attnum || ':' || a.xmin::text, ',' ORDER BY a.attnum) FROM pg_attribute a
      WHERE a.attrelid = c.oid AND a.attnum > 0),
