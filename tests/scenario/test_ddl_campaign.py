@@ -233,13 +233,6 @@ FOUND: dict[str, tuple[Group, ...]] = {
         Group(("INSERT INTO p VALUES (12)", "ALTER TABLE p DETACH PARTITION p1 CONCURRENTLY -- refused")),
         Group(("INSERT INTO p VALUES (3)",)),
     ),
-    "the same, with a row in it that is committed when no query sees it": (
-        Group((*ROOT, "CREATE TABLE p1 PARTITION OF p FOR VALUES FROM (10) TO (20)", "INSERT INTO p VALUES (1), (11)")),
-        BEGUN,
-        Group(("INSERT INTO p VALUES (15)",), how="held"),
-        Group(("ALTER TABLE p DETACH PARTITION p1 CONCURRENTLY -- refused",), then="look"),
-        Group(("INSERT INTO p VALUES (3)",)),
-    ),
     "made again with another type in a part of the key": (
         Group(("CREATE TABLE t (id text, n int, PRIMARY KEY (id, n))", "INSERT INTO t VALUES ('a', 1)")),
         BEGUN,

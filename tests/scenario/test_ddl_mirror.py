@@ -128,6 +128,23 @@ def test_a_table_without_columns_keeps_its_number_of_rows(mirror: Mirror) -> Non
     assert at_target(mirror, "SELECT count(*) FROM bag") == [(7,)]
 
 
+def test_a_row_of_a_partition_that_no_query_sees_any_longer(mirror: Mirror) -> None:
+    parts = [f"CREATE TABLE p{n} PARTITION OF p FOR VALUES FROM ({n}0) TO ({n}9)" for n in (1, 2)]
+    mirror.run("CREATE TABLE p (k int PRIMARY KEY) PARTITION BY RANGE (k)", *parts)
+    mirror.start()
+    mirror.run("INSERT INTO p VALUES (11), (21)")  # so that the server has announced both
+    mirror.settle()
+    with mirror.database.connect() as older:
+        older.execute("BEGIN")
+        older.execute("INSERT INTO p VALUES (15)")
+        with pytest.raises(psycopg.errors.LockNotAvailable):
+            mirror.run("SET lock_timeout = '200ms'", "ALTER TABLE p DETACH PARTITION p1 CONCURRENTLY")
+        mirror.settle(also=lambda: at_target(mirror, "SELECT * FROM p") == [(21,)])
+        older.execute("COMMIT")
+    mirror.settle(also=lambda: sum("It is read again" in one for one in mirror.said) == 2)
+    assert compare(mirror.database.url, mirror.target, ["p"]) == []
+
+
 def test_an_enum_that_the_target_has_is_used(mirror: Mirror) -> None:
     mirror.run(*SETUP)
     mirror.start()

@@ -271,6 +271,7 @@ class Reader:
             raise ConnectionLost(f"table {table.title} was altered at this moment")
         read, columns = ChunkRead(table, snapshot=row[0], time_us=row[1]), len(table.columns)
         read.details = self._describe(conn, table)
+        made: Iterator[pa.RecordBatch]
         if columns:
             statement = copy_statement(table.columns, table.source, [table.row_filter])
             rows = copy_rows(conn, statement, columns, batch_bytes=_BATCH_BYTES)
