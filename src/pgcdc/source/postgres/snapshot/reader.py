@@ -23,7 +23,7 @@ import selectors
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from multiprocessing.connection import Connection as Pipe
