@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from py4j.java_gateway import get_field
 from py4j.protocol import Py4JJavaError
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
 from pyspark.sql.classic import dataframe as classic
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 from pyspark.sql.types import StructType
@@ -102,6 +104,17 @@ def test_a_method_that_spark_lacks_is_told_from_an_error_of_an_expression(
     assert collector.to_arrow(frame, rows=3).num_rows == 3
     assert not quick.is_short() and "take" in find_trouble()
     assert checkpoint_url(spark, Path("/x")) == "/x"
+
+
+def test_a_session_with_large_types_gets_the_same_rows(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quick, "_trouble", "")
+    for python, is_large in itertools.product((False, True), ("false", "true")):
+        frame = spark.createDataFrame([("a", 1)], "text STRING, n INT")
+        if python:
+            frame = frame.withColumn("text", F.udf(str.upper)("text"))
+        with with_settings(spark, {"spark.sql.execution.arrow.useLargeVarTypes": is_large}):
+            found = Collector(frame).to_arrow(frame, rows=1).to_pylist()
+        assert found == [{"text": "A" if python else "a", "n": 1}], (python, is_large)
 
 
 def test_no_python_worker_reads_in_the_thread_of_a_query(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> None:

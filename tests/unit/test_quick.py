@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ import pyspark
 import pytest
 
 from pgcdc.core.compiled import describe_ways, find_version, has_short_ways
+from pgcdc.core.state import write_json
 from pgcdc.run import warm
 from pgcdc.spark import archive, session
 from pgcdc.spark.archive import ClassArchive
@@ -265,6 +267,52 @@ def test_java_is_asked_once_for_its_version(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("JAVA_HOME", str(tmp_path))
     assert len({session.check_java() for _ in range(3)}) == 1
     assert (tmp_path / "asked").read_text() == "x\n"
+
+
+@pytest.mark.parametrize("end", ["killed", "taken away"])
+def test_an_attempt_that_does_not_come_to_its_end_is_not_repeated_at_each_start(
+    jars: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    one = ClassArchive.of("17", jars)
+    assert one is not None
+
+    class Killed(BaseException):
+        pass
+
+    def make(**_: object) -> SimpleNamespace:
+        assert one.failure() is None, "it is still being made"
+        if end == "killed":
+            raise Killed
+        one.file.with_suffix(".new").write_text("classes")
+        jvm = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+        monkeypatch.setattr(pyspark.SparkContext, "_gateway", SimpleNamespace(proc=jvm, shutdown=lambda: None))
+        return SimpleNamespace(stop=lambda: None)
+
+    monkeypatch.setattr(warm, "session", make)
+    monkeypatch.setattr(warm, "find_archive", lambda: one)
+    monkeypatch.setattr(warm, "warm_up", lambda *_: None)
+
+    def write(path: Path, note: object) -> None:
+        one.options(print)  # as another start does
+        write_json(path, note)
+
+    monkeypatch.setattr(archive, "write_json", write)
+    monkeypatch.setattr(sys, "argv", ["warm", "beside"])
+    monkeypatch.setattr(os, "nice", lambda _: None)
+    with pytest.raises(Killed) if end == "killed" else contextlib.nullcontext():
+        warm.main()
+    assert not one.is_wanted
+    reason = {"killed": "the process that made it was killed", "taken away": "another start removed it"}
+    assert one.failure() == reason[end]
+
+
+def test_what_cannot_be_read_of_jars_or_notes_is_no_error(jars: Path) -> None:
+    one = ClassArchive.of("17", jars)
+    assert one is not None
+    write_json(one.file.with_suffix(".json"), {"failed": "by another version"})
+    assert one.is_wanted and one.failure() is None
+    (jars / "gone.jar").symlink_to(jars / "nowhere")
+    assert ClassArchive.of("17", jars) is None
 
 
 def test_old_archives_go(jars: Path) -> None:

@@ -277,7 +277,8 @@ class Driver:
         self._say(f"ready: slot {self._prepared.identity.stream} to {', '.join(self._chains.names)}")
         if self.on_ready is not None:
             self.on_ready()
-        make_archive_beside(self._say)
+        if self._owns_spark:  # another session does not start with the archive
+            make_archive_beside(self._say)
         look_due, idle = 0.0, set[psutil.Process]()
         try:
             while not self._stop.is_set():

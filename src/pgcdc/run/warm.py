@@ -112,7 +112,7 @@ def make_archive_beside(say: Callable[[str], None]) -> None:
 
 
 def _follow(made: subprocess.Popen[bytes], archive: ClassArchive, say: Callable[[str], None]) -> None:
-    if (code := made.wait()) and archive.is_wanted:  # it left no note: it was killed, or the disk is full
+    if (code := made.wait()) and archive.is_wanted:  # it left no note: the disk is full
         say(f"no archive of Spark's classes for quicker starts: the process that makes it ended with {code}")
     _say_failure(archive, say)
 
@@ -146,9 +146,12 @@ def make_archive(archive: ClassArchive) -> bool:
             jvm.wait(EXIT_S)
         if (code := jvm.poll()) != 0:
             raise PgcdcError("Java did not end" if code is None else f"Java ended with {code}")
-        if written.exists():
-            archive.take(written)
-        return archive.is_whole
+        if not written.exists():
+            return False
+        archive.take(written)
+        if not archive.is_whole:
+            raise PgcdcError("another start removed it")
+        return True
     except Exception as error:
         said = log.read_text(errors="replace").strip().rpartition("\n")[2] if log.exists() else ""
         what = error.message if isinstance(error, PgcdcError) else headline(error)
@@ -162,15 +165,18 @@ def make_archive(archive: ClassArchive) -> bool:
 
 
 def main() -> int:
-    if "beside" in sys.argv:
+    is_beside = "beside" in sys.argv
+    if is_beside:
         os.nice(19)
     archive = find_archive()
     if archive is None or not archive.is_wanted:
         return 0
-    lock = Lock(archive.file.parent / "classes.lock")
+    lock = Lock(archive.lock_file)
     if lock.acquire(0.0) is None:  # another process is creating it
         return 0
     try:
+        if is_beside:
+            archive.begin()
         if not make_archive(archive):
             archive.give_up()
             print("This Java makes no archive of classes: Spark starts without one", file=sys.stderr)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from pgcdc.core.errors import PgcdcError
-from pgcdc.core.state import write_json
+from pgcdc.core.state import Lock, write_json
 
 KEPT = 2  # Archives, of 160 MB each: two installations may alternate
 SWITCH = "PGCDC_CLASS_ARCHIVE"
@@ -82,7 +82,11 @@ class ClassArchive:
         if os.environ.get(SWITCH) == "off":
             return None
         # Whole seconds: copies of an installation often keep no more
-        found = [(one.name, one.stat().st_size, int(one.stat().st_mtime)) for one in sorted(jars.glob("*.jar"))]
+        try:
+            stats = [(one.name, one.stat()) for one in sorted(jars.glob("*.jar"))]
+        except OSError:  # a jar is being replaced, or a link points nowhere
+            return None
+        found = [(name, one.st_size, int(one.st_mtime)) for name, one in stats]
         name = f"classes-{zlib.crc32(repr((java, str(jars), found)).encode()):08x}.jsa"
         places = (cls(folder / name) for folder in folders())
         return next((one for one in places if one.is_whole or os.access(one.file.parent, os.W_OK)), None)
@@ -108,12 +112,21 @@ class ClassArchive:
     def is_wanted(self) -> bool:
         """Whether to create it: there is none, this Java can, and no attempt failed in the last day."""
         note = self._note()
-        failed_at = note["at"] if isinstance(note, dict) else 0.0
+        failed_at = note.get("at", 0.0) if isinstance(note, dict) else 0.0
         return note is not None and not self.is_whole and not 0 <= time.time() - failed_at < RETRY_S
 
     def give_up(self) -> None:
         """Record that this Java cannot create archives: do not try again."""
         write_json(self._note_file, None)
+
+    @property
+    def lock_file(self) -> Path:
+        """Locked while an archive is being made in this folder."""
+        return self.file.parent / "classes.lock"
+
+    def begin(self) -> None:
+        """Record an attempt in case it is killed: otherwise every start would repeat it. Call it under the lock."""
+        self.fail("the process that made it was killed")
 
     def fail(self, reason: str, at: float | None = None) -> None:
         """Remove the archive and try again a day after `at`, or after now."""
@@ -124,7 +137,7 @@ class ClassArchive:
     def failure(self) -> str | None:
         """Why the last attempt failed; returned only once."""
         note = self._note()
-        if not isinstance(note, dict) or note["is_said"]:
+        if not isinstance(note, dict) or note.get("is_said", True) or Lock.holder(self.lock_file) is not None:
             return None
         with contextlib.suppress(PgcdcError):
             write_json(self._note_file, note | {"is_said": True})

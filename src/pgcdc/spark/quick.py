@@ -100,8 +100,11 @@ class Collector:
     def __init__(self, frame: DataFrame) -> None:
         from pyspark.sql.pandas.types import to_arrow_schema
 
+        spark = frame.sparkSession
         self._schema = to_arrow_schema(frame.schema, timezone="UTC")
-        self._rows = _load(frame.sparkSession, "pgcdc.Rows")
+        is_large = spark.conf.get("spark.sql.execution.arrow.useLargeVarTypes") == "true"
+        self._job_schema = to_arrow_schema(frame.schema, timezone="UTC", prefers_large_types=is_large)
+        self._rows = _load(spark, "pgcdc.Rows")
         self._has_python = self._rows is not None and self._rows.hasPython(frame._jdf)
 
     def to_arrow(self, batch: DataFrame, rows: int) -> pa.Table:
@@ -114,14 +117,13 @@ class Collector:
             with unwrap_spark_exception():
                 found = None if self._has_python else self._rows.take(batch._jdf)
                 parts = batch._jdf.toArrowBatchRdd().collect() if found is None else [found] if found else []
+                schema = self._job_schema if found is None else self._schema
         except Py4JError as error:
             if not _is_other_spark(error):
                 raise
             _give_up(error)
             return batch.toArrow()
-        return pa.Table.from_batches(
-            [pa.ipc.read_record_batch(pa.py_buffer(one), self._schema) for one in parts], self._schema
-        )
+        return pa.Table.from_batches([pa.ipc.read_record_batch(pa.py_buffer(one), schema) for one in parts], schema)
 
 
 def _is_other_spark(error: BaseException) -> bool:
