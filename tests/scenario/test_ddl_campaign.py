@@ -233,6 +233,17 @@ FOUND: dict[str, tuple[Group, ...]] = {
         Group(("INSERT INTO p VALUES (12)", "ALTER TABLE p DETACH PARTITION p1 CONCURRENTLY -- refused")),
         Group(("INSERT INTO p VALUES (3)",)),
     ),
+    "a table that leaves its schema under the name of another one there": (
+        Group((
+            "CREATE SCHEMA s", "CREATE TABLE s.a (k int PRIMARY KEY)", "CREATE TABLE s.b (k int PRIMARY KEY)",
+            "INSERT INTO s.a VALUES (1)", "INSERT INTO s.b VALUES (2)",
+        )),
+        BEGUN,
+        Group((
+            "ALTER TABLE s.b RENAME TO c", "ALTER TABLE s.a RENAME TO b", "ALTER TABLE s.b SET SCHEMA public",
+            "ALTER TABLE s.c RENAME TO b", "INSERT INTO public.b VALUES (3)", "INSERT INTO s.b VALUES (4)",
+        ), how="whole"),
+    ),
     "made again with another type in a part of the key": (
         Group(("CREATE TABLE t (id text, n int, PRIMARY KEY (id, n))", "INSERT INTO t VALUES ('a', 1)")),
         BEGUN,

@@ -169,18 +169,33 @@ def _rename(targets: Targets, old: TableName, new: TableName) -> str:
     action = f"cannot rename table {name_table(*old)} at the target"
     targets.create_schema(new[0], action)
     in_the_way = targets.conn.execute(_SAME_INDEXES, (quote_qualified(*old), new[0])).fetchall()
-    if old[1] != new[1]:
-        targets.run(f"ALTER TABLE {quote_qualified(*old)} RENAME TO {quote_identifier(new[1])}", action)
+    name = new[1]
+    if old[0] != new[0] and _is_taken(targets, (old[0], name)):
+        name = _free_name(name)
+    if old[1] != name:
+        targets.run(f"ALTER TABLE {quote_qualified(*old)} RENAME TO {quote_identifier(name)}", action)
     if old[0] != new[0]:
-        moved = quote_qualified(old[0], new[1])
+        moved = quote_qualified(old[0], name)
         for (index,) in in_the_way:
-            free = quote_identifier(f"{index[:40]}_{secrets.token_hex(4)}")
+            free = quote_identifier(_free_name(index))
             targets.run(f"ALTER INDEX {quote_qualified(old[0], index)} RENAME TO {free}", action)
         targets.run(f"ALTER TABLE {moved} SET SCHEMA {quote_identifier(new[0])}", action)
+        if name != new[1]:
+            moved = quote_qualified(new[0], name)
+            targets.run(f"ALTER TABLE {moved} RENAME TO {quote_identifier(new[1])}", action)
     targets.forget_all()
     targets.were_there.discard(old)
     targets.say(f"table {name_table(*old)} renamed to {name_table(*new)}")
     return ""
+
+
+def _is_taken(targets: Targets, name: TableName) -> bool:
+    found = targets.conn.execute("SELECT to_regclass(%s) IS NOT NULL", (quote_qualified(*name),)).fetchone()
+    return found == (True,)
+
+
+def _free_name(name: str) -> str:
+    return f"{name[:40]}_{secrets.token_hex(4)}"
 
 
 # --- columns
