@@ -8,12 +8,13 @@ import inspect
 import re
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from pgcdc.cli.main import app
+from pgcdc.cli.main import COMMANDS, app
 from pgcdc.cli.snapshot import snapshot_app
 from pgcdc.cli.verify import verify_app
 from pgcdc.config import Config
@@ -28,6 +29,8 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *DOCS.rglob("*.md")])
 
+_OTHERS = {"--host", "--port", "--cores", "--memory", "--data-binary", "--unbuffered", "--conf", "--full-refresh"}
+_OTHERS |= {"--log-path"}  # of the adapter that the pages write
 _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
@@ -58,6 +61,37 @@ def test_pages_name_the_flags_of_listen_and_no_others() -> None:
     in_help = set(_FLAG.findall(re.sub(r"\x1b\[[0-9;]*m", "", shown.output)))
     assert "--slot-name" in in_help
     assert set(_FLAG.findall(_read("listen.md"))) | set(_FLAG.findall(_references())) == in_help
+
+
+def _known_flags() -> set[str]:
+    """Settings, which stand on two pages that are checked above, and the flags of every command."""
+    group: Any = typer.main.get_command(app)
+    flags = set(_FLAG.findall(_read("listen.md") + _references()))
+    waiting = [group.get_command(None, name) for name in COMMANDS]
+    while waiting:
+        command = waiting.pop()
+        flags |= {flag for one in command.params for flag in (*one.opts, *one.secondary_opts)}
+        waiting += getattr(command, "commands", {}).values()
+    delivery = {
+        f"--{kind}-{name}".replace("_", "-") for kind in own_adapters() for name in DeliveryOptions.model_fields
+    }
+    return flags | delivery
+
+
+def test_pages_name_only_commands_flags_and_metrics_that_exist() -> None:
+    flags, wrong = _known_flags(), []
+    for page in PAGES:
+        if page.parent.name == "decisions" or page.name in ("CHANGELOG.md", "benchmarks.md", "CONTRIBUTING.md"):
+            continue
+        text = re.sub(r"<!-- run: .* -->", "", page.read_text())
+        code = "\n".join([*_FENCE.findall(text), *re.findall(r"^    .*", text, re.MULTILINE)])
+        named = set(re.findall(r"`pgcdc ([a-z]+)", text) + re.findall(r"^(?:\$ | *)pgcdc ([a-z]+)", code, re.MULTILINE))
+        wrong += [f"{page.name}: pgcdc {name}" for name in named - COMMANDS.keys()]
+        wrong += [f"{page.name}: {name}" for name in re.findall(r"pgcdc_\w+_total", text)]
+        wrong += [
+            f"{page.name}: {flag}" for flag in sorted(set(_FLAG.findall(text)) - flags - _OTHERS) if flag[-1] != "-"
+        ]
+    assert wrong == []
 
 
 def test_pages_name_every_variable_and_key_of_listen() -> None:
