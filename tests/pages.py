@@ -8,7 +8,8 @@ Blocks are played in their order, in one folder:
 
 A comment before a block, `<!-- run: ... -->`, changes that; readers do not see it:
 
-- `until TEXT` leaves the command running once it has printed this; a lone `stop` is Ctrl-C for the last such command;
+- `until TEXT` leaves the command running once it has printed this; a lone `stop` is Ctrl-C for the last such command,
+  and a block of `kill` ends it with what it has started;
 - `soon` repeats the command until the output fits, `exit N` expects this exit code;
 - `instead COMMAND` runs this command, `not REASON` nothing;
 - `at target` and `as superuser` say where a statement runs, which is else the source, as the owner of its tables.
@@ -122,6 +123,8 @@ class Story:
             with psycopg.connect(url, autocommit=True) as conn:
                 for statement in text.split(";\n"):
                     conn.execute(statement.encode())
+        elif block.mark == "kill":
+            self._said = self._stop(signal.SIGTERM)
         elif block.kind == "sh" and word == "until":
             self._start(text, rest)
         elif block.kind == "sh":
@@ -156,7 +159,7 @@ class Story:
         log = self.folder / f".log-{time.monotonic_ns()}"
         with open(log, "wb") as out:
             process = subprocess.Popen(
-                ["bash", "-c", script], cwd=self.folder, env=self.env, stdin=subprocess.DEVNULL,
+                ["bash", "-c", f"{script}\nwait"], cwd=self.folder, env=self.env, stdin=subprocess.DEVNULL,
                 stdout=out, stderr=out, start_new_session=True,
             )  # fmt: skip
         self._running.append((process, log))
@@ -168,10 +171,10 @@ class Story:
         wait_until(is_there, _START_S, lambda: f"{awaited!r} in {log.read_text()}")
         self._said, self._repeat = "", log.read_text
 
-    def _stop(self) -> str:
+    def _stop(self, how: signal.Signals = signal.SIGINT) -> str:
         process, log = self._running.pop()
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGINT)
+            os.killpg(process.pid, how)
         try:
             process.wait(_STOP_S)
         finally:

@@ -12,7 +12,9 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[1]
 PAGES = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
 _OUTSIDE = re.compile(r"\]\((?:\.\./)+(examples/[^)#]+)\)")
-_REMOTE = re.compile(r"<(?:script|img|link|iframe)\b[^>]*?\b(?:src|href)=[\"']?(?:https?:)?//[^>]*>")
+_REMOTE = re.compile(
+    r"<(?:script|img|iframe|link(?! rel=.?canonical))\b[^>]*?\b(?:src|href)=[\"']?(?:https?:)?//[^>]*>"
+)
 
 
 def on_files(files: Files, config: Any) -> Files:
