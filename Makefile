@@ -25,7 +25,7 @@ SEED ?= 1
 MINUTES ?= 10
 SERVER ?= both
 
-.PHONY: help install demo test torture campaign-ddl lint format bench bench-quick bench-against test-servers clean
+.PHONY: help install demo test torture campaign-ddl docs docs-serve lint format bench bench-quick bench-against test-servers clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,13 +58,24 @@ torture: $(DEV) $(ARCHIVE) ## Slow scenarios: random kill -9 under load (ROUNDS=
 campaign-ddl: $(DEV) ## A slice of random DDL against a mirror (SEED=1 MINUTES=10 SERVER=15|18|both)
 	@$(PY) tests/campaign_ddl.py --seed $(SEED) --minutes $(MINUTES) --server $(SERVER) $(ARGS)
 
+# mkdocs-material tells of its successor at every start.
+docs docs-serve lint: export NO_MKDOCS_2_WARNING := 1
+
+docs: $(DEV) ## The documentation site in build/site; links and anchors are checked
+	@$(PY) -m mkdocs build --quiet
+	@echo "Open build/site/index.html"
+
+docs-serve: $(DEV) ## The same at http://127.0.0.1:8000, built again at every change
+	@$(PY) -m mkdocs serve --livereload
+
 $(STUB): tools/adapter_reference.py pyproject.toml $(shell find src/pgcdc/sink -name '*.py') | $(DEV)
 	@$(PY) tools/adapter_reference.py --stub
 
-lint: $(DEV) $(STUB) ## ruff (rules and format) and mypy strict
+lint: $(DEV) $(STUB) ## ruff (rules and format), mypy strict, and the documentation site
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
+	@$(PY) -m mkdocs build --quiet
 
 format: $(DEV) ## Rewrite the code as ruff wants it
 	@$(PY) -m ruff check --fix .

@@ -1,4 +1,4 @@
-"""Makes .venv: what pgcdc needs to run, or with `dev` also what tests, lint and benchmarks need.
+"""Makes .venv: what pgcdc needs to run, or with `dev` also what tests, lint, benchmarks and the documentation need.
 
     python tools/set_up.py [dev]
 
@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
-EXTRAS = {"run": ["playground", "webhook"], "dev": ["playground", "webhook", "dev", "bench"]}
+EXTRAS = {"run": ["playground", "webhook"], "dev": ["playground", "webhook", "dev", "bench", "docs"]}
 NOTE_S = 10.0
 _STARTED = time.monotonic()
 
