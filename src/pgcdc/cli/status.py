@@ -10,24 +10,25 @@ from typing import Annotated, Any
 
 import typer
 
+from pgcdc.cli.flags import File, State, find_state
 from pgcdc.cli.report import describe_snapshot, exit_on_error, print_table, show
 from pgcdc.core.errors import ConfigError, PgcdcError, StateError
 from pgcdc.core.state import Lock, StateDir, read_json
 
 RELOAD_TIMEOUT_S = 60.0
-STATE_DIR = typer.Option(help="The state directory.", envvar="PGCDC_STATE_DIR")
 _LANE = ("adapter", "lane", "ack", "lag_bytes", "dropped", "dead_letters", "missed_rows", "reloading", "last_error")
 _OF_SNAPSHOT = ("held_seconds", "hold_limit_seconds", "wal_held_bytes", "warning")
 _OF_CAPTURE = ("schema_changes", "toast_cache_hits", "toast_cache_misses", "toast_cache_entries", "bad_signals")
 
 
 def status(
-    state_dir: Annotated[Path, STATE_DIR] = Path(".pgcdc"),
+    state_dir: State = None,
+    config: File = None,
     as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
 ) -> None:
     """Phase, positions, lag in bytes and seconds, and the last error of the pipeline that owns a state directory."""
     with exit_on_error():
-        report = read_status(state_dir)
+        report = read_status(find_state(state_dir, config).path)
         if as_json:
             print(json.dumps(report))
             return
@@ -119,14 +120,12 @@ def _snapshots_of(state: StateDir, capture: dict[str, Any], capturing: bool) -> 
     return [*({"kind": "initial", **table} for table in tables), *others]
 
 
-def reload(
-    state_dir: Annotated[Path, STATE_DIR] = Path(".pgcdc"),
-) -> None:
+def reload(state_dir: State = None, config: File = None) -> None:
     """Make a running `pgcdc listen` read its transforms and routes again; they apply from the next batch on."""
     with exit_on_error():
         from pgcdc.capture.control import ask
 
-        state = StateDir(state_dir)
+        state = find_state(state_dir, config)
         if Lock.holder(state.run_lock) is None:
             raise StateError(f"nothing runs in {state.path}", "Start it with pgcdc listen, or give --state-dir")
         phase = ask(state.run_lock, {"do": "status"}).get("phase", "starting")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -93,6 +94,12 @@ def load_config(flags: Mapping[str, Any], environ: Mapping[str, str], path: Path
     loaded = load(flags, environ, path)
     loaded.check()
     return loaded.config
+
+
+def read_state_dir(path: Path | None) -> Path | None:
+    """That of the file, for commands that need nothing else: variables of other keys may be missing, and values wrong."""
+    found = YamlFile(path or Path(DEFAULT_FILE), os.environ, rename_key, only="state_dir").values.get("state_dir")
+    return Path(str(found)) if found else None
 
 
 def load(flags: Mapping[str, Any], environ: Mapping[str, str], path: Path | None) -> Loaded:

@@ -44,7 +44,9 @@ class YamlFile:
     """The content of a file. ConfigError with file and line for what cannot be read. `rename(path, key)` gives our name of a
     key below `path`."""
 
-    def __init__(self, path: Path, environ: Mapping[str, str], rename: Callable[[KeyPath, str], str]) -> None:
+    def __init__(
+        self, path: Path, environ: Mapping[str, str], rename: Callable[[KeyPath, str], str], *, only: str = ""
+    ) -> None:
         self.path = path
         self.secrets: set[str] = set()  # Values of variables that were put in
         self._environ = environ
@@ -52,7 +54,8 @@ class YamlFile:
         self._lines: dict[KeyPath, int] = {}
         self._count = 0
         self.raw = self._read()  # As written, with `${NAME}`: for messages and display
-        self.values: dict[str, Any] = self._expand(self.raw, ())
+        wanted = {key: one for key, one in self.raw.items() if only in ("", key)}
+        self.values: dict[str, Any] = self._expand(wanted, ())
 
     def place(self, path: KeyPath) -> str:
         """`pgcdc.yaml, line 3: adapters[1].path`, as exactly as the file allows."""
