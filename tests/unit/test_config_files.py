@@ -227,7 +227,7 @@ def test_a_secret_is_refused_without_being_shown(tmp_path: Path, case: str) -> N
     (tmp_path / "bad_url").write_text(f"postgresql://app:{SECRET}@h:x/shop")
     with pytest.raises(ConfigError) as caught:
         load_secret(SECRET_ERRORS[case], {"PW": SECRET})
-    assert SECRET not in str(caught.value)
+    assert SECRET not in str(caught.value) and SECRET not in caught.value.excerpt
     assert caught.value.__cause__ is None
     assert caught.value.message.startswith("pgcdc.yaml, line "), caught.value.message
     assert caught.value.advice
