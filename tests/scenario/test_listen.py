@@ -101,6 +101,19 @@ def test_signals_under_load_end_in_time_once_delivers_the_rest_and_an_idle_resta
     assert listener.process is not None
     listener.process.send_signal(signal.SIGINT)
     assert listener.wait_exit(10) == 0, listener.said()
+    listener.start(wait=False)
+    wait_until(lambda: "pgcdc: starting Spark" in listener.said(), 60, "Spark starts")
+    listener.process.send_signal(signal.SIGINT)
+    assert listener.wait_exit(30) == 0 and "stopped before anything was read" in listener.said()
+
+    listener.start()
+    jvm = listener.jvm_pid()
+    assert jvm is not None
+    os.kill(jvm, signal.SIGKILL)
+    assert listener.wait_exit(30) == 1
+    _, _, after = listener.said().partition("pgcdc: ready: ")
+    assert after.splitlines()[1:] == ["error: the Spark JVM ended unexpectedly. Start pgcdc again: nothing is lost"]
+    assert b"Traceback" not in listener.log.read_bytes()
 
     listener.start()
     lsn = listener.delivered_lsn()

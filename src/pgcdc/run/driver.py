@@ -39,7 +39,7 @@ from pgcdc.sink.spec import AdapterSpec
 from pgcdc.source.protocol import Prepared, make_source
 from pgcdc.spark.options import parse_options, write_options
 from pgcdc.spark.quick import find_trouble, is_short
-from pgcdc.spark.session import check_java, check_running, end_idle_planners, start_session, stop_within
+from pgcdc.spark.session import check_java, check_running, end_idle_planners, explain_end, start_session, stop_within
 from pgcdc.spool.consumers import MAIN
 from pgcdc.transform.program import compile_chains
 
@@ -106,17 +106,20 @@ class Driver:
     def drive(self) -> None:
         """The whole run. Raises what ended it."""
         lock = Lock(self.state.run_lock)
-        check_java()
         try:
+            check_java()
             self._prepare(lock)
             self._run()
-        except PgcdcError as error:
+        except StopNow:
+            self._say("stopped before anything was read")
+        except Exception as raised:
+            error = raised if isinstance(raised, PgcdcError) else explain_end(raised)
+            if error is None:
+                raise
             error.name_state_dir(self.state.path)
             self._last_error = error.to_json()
             self._enter("failed")
-            raise
-        except StopNow:
-            self._say("stopped before anything was read")
+            raise error from error.__cause__
         finally:
             self._close()
             lock.release()

@@ -139,5 +139,4 @@ class QueryWatch:
         return True
 
     def _explain(self, error: BaseException) -> PgcdcError:
-        assert self._lanes.spark is not None
-        return explain_failure(error, self.lane.error, self._lanes.link.last_status, self._lanes.spark)
+        return explain_failure(error, self.lane.error, self._lanes.link.last_status)
