@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from commands import pgcdc
 from databases import Database
 from listening import Listener, check_equal, wait_until
 
+from pgcdc.cli.status import read_status
 from pgcdc.playground import shop
 
 
@@ -66,6 +68,15 @@ def test_a_run_can_be_watched_is_locked_follows_new_tables_and_stops_in_order(
     database.execute("INSERT INTO later VALUES (7)")
     listener.wait_delivered()
     assert listener.events()[-1]["channel"] == "pgcdc:later"
+
+    capture = listener.capture_pid()
+    assert capture is not None
+    os.kill(capture, signal.SIGKILL)
+    wait_until(lambda: "the capture runs again after" in listener.said(), 30, "it is said while nothing is delivered")
+    ended = r"pgcdc: [\d-]+ [\d:]+ the capture process ended \(killed by signal 9\): starting it again\n"
+    assert re.search(ended, listener.said())
+    began = report["phase_since"]
+    wait_until(lambda: read_status(listener.state.path)["capture_since"] > began, 10, "status knows since when")
 
     database.execute("ALTER TABLE later ADD note text; INSERT INTO later VALUES (8, 'x')")
     listener.wait_delivered()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -68,6 +69,8 @@ def test_transforms_and_routes_change_while_it_runs_and_a_wrong_file_changes_not
     configure(settings, {"type": "mask", "columns": ["v"]}, routes={"file": ["t"]}, max_batch_rows=7)
     done = reload(listener)
     assert (done.returncode, done.stderr) == (0, "") and "reloaded" in done.stdout
+    assert re.search(r"pgcdc: [\d-]+ [\d:]+ the configuration is reloaded", listener.said())
+    assert status(listener)["last_reload_at"]
     assert "these hold after a restart: max_batch_rows" in listener.said()
     database.execute("INSERT INTO t VALUES (2, 'a'); INSERT INTO u VALUES (1)")
     listener.wait_delivered()

@@ -13,6 +13,7 @@ import typer
 from pgcdc.cli.flags import File, State, find_state
 from pgcdc.cli.report import describe_snapshot, exit_on_error, print_table, show
 from pgcdc.core.errors import ConfigError, PgcdcError, StateError
+from pgcdc.core.moment import show_time
 from pgcdc.core.state import Lock, StateDir, read_json
 
 RELOAD_TIMEOUT_S = 60.0
@@ -67,7 +68,9 @@ def read_status(state_dir: Path) -> dict[str, Any]:
     error = run.get("last_error") or capture.get("last_error")
     return {
         "phase": phase,
+        "phase_since": _time_of(run),
         "capture": capture.get("phase", "-") if capturing else "not running",
+        "capture_since": _time_of(capture) if capturing else None,
         "slot": identity.stream,
         "database": identity.database,
         "adapters": ", ".join(run.get("adapters", [])) or None,
@@ -75,7 +78,7 @@ def read_status(state_dir: Path) -> dict[str, Any]:
         "events_delivered": run.get("events", 0),
         "fast_paths": ", ".join(f"{name} {way}" for name, way in run.get("ways", {}).items()) or None,
         "batch_ms": ", ".join(f"{name} {took:g}" for name, took in run.get("batch_ms", {}).items()) or None,
-        **{name: run.get(name) for name in ("reloads", "reload_errors", "last_reload_error")},
+        **{name: run.get(name) for name in ("reloads", "reload_errors", "last_reload_at", "last_reload_error")},
         "delivered_position": run.get("position"),
         **{name: capture.get(name) for name in ("server_lsn", "received_lsn", "confirmed_lsn", "lag_bytes")},
         "lag_seconds": None if lag_seconds is None else round(float(lag_seconds), 1),
@@ -88,6 +91,10 @@ def read_status(state_dir: Path) -> dict[str, Any]:
         "last_error": str(PgcdcError.from_json(error)) if error else None,
         "updated_seconds_ago": round(time.time() - capture["time"], 1) if "time" in capture else None,
     }
+
+
+def _time_of(status: dict[str, Any]) -> str | None:
+    return show_time(status["phase_since"]) if "phase_since" in status else None
 
 
 def _last_run(state: StateDir) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from pgcdc.run.chains import Chains, Own, Reloads, as_many, change_specs, note_t
 from pgcdc.run.control import RunServer
 from pgcdc.run.letter_service import LetterService
 from pgcdc.run.member import Adapter
-from pgcdc.run.progress import SnapshotWatch, TableWatch, describe_stop
+from pgcdc.run.progress import Every, SnapshotWatch, TableWatch, describe_stop
 from pgcdc.run.settings import PipelineSettings, view_source
 from pgcdc.run.supervisor import STOP_TIMEOUT_S, Lanes
 from pgcdc.run.table_reloads import TableReloads
@@ -100,7 +100,7 @@ class Driver:
         self._adapters: list[Adapter] = []
         self._lanes: Lanes | None = None
         self._table_reloads: TableReloads | None = None
-        self._phase = "starting"
+        self._phase, self._since = "starting", time.time()
         self._last_error: dict[str, str] | None = None
 
     def drive(self) -> None:
@@ -152,6 +152,7 @@ class Driver:
             "pid": os.getpid(),
             "time": time.time(),
             "phase": self._phase,
+            "phase_since": self._since,
             "adapters": self._chains.names,
             "events": lanes.main.events if lanes else 0,
             "position": str(lanes.position) if lanes and lanes.position else None,
@@ -163,8 +164,11 @@ class Driver:
             "last_error": self._last_error or (lanes.last_error if lanes else None),
         }
 
+    def _note(self, phase: str) -> None:
+        self._phase, self._since = phase, self._since if phase == self._phase else time.time()
+
     def _enter(self, phase: str) -> None:
-        self._phase = phase
+        self._note(phase)
         if self._server is not None and self.state.path.exists():  # not over the status of the run that has it
             write_json(self.state.run_status, self.status())
 
@@ -271,7 +275,7 @@ class Driver:
     def _stream(self) -> None:
         """Follow the lanes and acknowledge what Spark commits, until they end or we stop."""
         assert self._spark is not None and self._lanes is not None and self._prepared is not None
-        assert self._table_reloads is not None
+        assert self._table_reloads is not None and self._link is not None
         self._enter("starting the query")
         self._table_reloads.follow()  # before a run that ends: it waits for what is asked
         self._lanes.start(self._spark)
@@ -280,16 +284,16 @@ class Driver:
         if self.on_ready is not None:
             self.on_ready()
         make_archive_beside(self._say)
-        look_due, idle = 0.0, set[psutil.Process]()
+        is_due, idle = Every(PLANNERS_S), set[psutil.Process]()
         try:
             while not self._stop.is_set():
-                if self._owns_spark and self._spark is not None and time.monotonic() >= look_due:
+                if self._owns_spark and self._spark is not None and is_due():
                     end_idle_planners(self._spark, idle)
-                    look_due = time.monotonic() + PLANNERS_S
+                self._link.keep()
                 ended = self._lanes.step()
                 self._say_ordinary()
                 self.reloads.take(self.reload, self._chains.names)
-                self._phase = "streaming" if self._lanes.main.query is not None else "restarting the query"
+                self._note("streaming" if self._lanes.main.query is not None else "restarting the query")
                 self._tables.follow()
                 self._table_reloads.follow()
                 self._verify.follow(self._chains)
