@@ -92,7 +92,7 @@ def transformed(event: dict[str, Any], chain: Chain) -> Any:
             )
     if is_clash:
         return TransformError
-    payload = {"op": event["operation"], "table": event["table"]}
+    payload = {"op": event["operation"], "schema": event["schema"], "table": event["table"]}
     payload |= {name: None if side is None else dict(side) for name, side in (("row", row), ("old", old))}
     if unchanged:
         payload["_unchanged_toast_columns"] = unchanged

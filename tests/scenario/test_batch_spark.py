@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -74,6 +75,28 @@ def test_filters_of_two_queries_on_one_dataframe_do_not_mix(accounts: Database, 
         assert sorted(row.id for row in both.collect()) == [1, 2] and rows.count() == 20_000
     finally:
         spark.conf.unset("spark.sql.python.filterPushdown.enabled")
+
+
+@pytest.mark.parametrize("zone", ["Pacific/Kiritimati", "America/Los_Angeles"])
+def test_clamped_infinities_can_be_collected(
+    database: Database, spark: SparkSession, monkeypatch: pytest.MonkeyPatch, zone: str
+) -> None:
+    database.execute(
+        "CREATE TABLE t (id int PRIMARY KEY, day date, at timestamp, moment timestamptz, days date[]); INSERT INTO t "
+        "SELECT n, one::date, one::timestamp, one::timestamptz, ARRAY[one::date] "
+        "FROM unnest('{-infinity,infinity}'::text[]) WITH ORDINALITY AS _(one, n)"
+    )
+    monkeypatch.setenv("TZ", zone)  # collect() writes a timestamptz as the local time of the process
+    time.tzset()
+    try:
+        rows = pgcdc.read_snapshot(spark, "t", url=database.url, out_of_range="clamp").orderBy("id").collect()
+        assert [(one.day.year, one.at.year, one.moment.year, one.days[0].year) for one in rows] == [
+            (1,) * 4,
+            (9999,) * 4,
+        ]
+    finally:
+        monkeypatch.undo()
+        time.tzset()
 
 
 def test_a_schema_prunes_and_errors_are_one_clear_line(accounts: Database, spark: SparkSession) -> None:

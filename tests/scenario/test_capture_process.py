@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -108,6 +109,20 @@ def test_a_capture_that_waits_for_its_slot_still_ends_when_it_is_told_to(
         driver.kill()
 
 
+def test_who_waits_for_the_slot_says_so_and_when_it_is_free(database: Database, prepared: Ready) -> None:
+    said: list[str] = []
+    with closing(hold_slot(database, prepared)) as held, ThreadPoolExecutor(1) as pool:
+        starting = pool.submit(CaptureLink, prepared.spec, is_restart=False, say=said.append)
+        wait_until(lambda: bool(said) or starting.done(), 30, "it is said before the capture runs")
+        held.close()
+        link = starting.result(timeout=30)
+    assert ["waiting for the slot: an earlier connection" in said[0], "the slot is free" in said[1]] == [True, True], (
+        said
+    )
+    link.stop()
+    link.close()
+
+
 def start_once(spec: CaptureSpec) -> int:
     """The exit code of one capture process."""
     return subprocess.run(
@@ -140,7 +155,8 @@ def test_without_a_connection_the_lag_grows_and_is_not_zero(tmp_path: Path) -> N
         database = Database("postgres", server.url(), server)
         database.execute("CREATE TABLE t (id int PRIMARY KEY)")
         source = Wanted(db=server.url(), slot_name="s1", all_tables=True, state_dir=str(tmp_path / "state"))
-        client = ensure_capture(prepare(source).spec, is_restart=False)
+        said: list[str] = []
+        client = CaptureLink(prepare(source).spec, is_restart=False, say=said.append)
         try:
             assert client.status()["lag_seconds"] == 0
             server.stop(timeout_s=20)
@@ -150,6 +166,12 @@ def test_without_a_connection_the_lag_grows_and_is_not_zero(tmp_path: Path) -> N
             server.restart()
             wait_until(lambda: client.status()["phase"] == "streaming", 60, "connected again")
             assert client.status()["lag_seconds"] == 0
+            client.keep()
+            lost, back = (one[20:] for one in said)
+            assert lost.endswith("; connecting again") and re.fullmatch(
+                r"connected to the server again after \d+ s", back
+            )
+            assert read_status(tmp_path / "state")["capture_since"] >= said[1][:19]
         finally:
             end_capture(StateDir(tmp_path / "state"))
             client.close()
@@ -164,12 +186,24 @@ def test_a_link_starts_the_capture_again_and_tells_it_what_it_must_know(prepared
         if len(told) == 1:
             kill(told[0])  # it dies again, while it is told
 
-    link = CaptureLink(prepared.spec, is_restart=False, on_restart=tell)
+    said: list[str] = []
+    link = CaptureLink(prepared.spec, is_restart=False, on_restart=tell, say=said.append)
     first = link.status()["pid"]
     assert told == []
     kill(first)
     second = link.status()["pid"]
     assert len(told) == 2 and told[-1] == second and len({first, *told}) == 3
+    assert "the capture process ended (killed by signal 9): starting it again" in said[0]
+    assert "the capture runs again after" in said[1] and len(said) == 4
+    link.keep()
+    assert link.status()["pid"] == second
+    kill(second)
+
+    def is_again() -> bool:
+        link.keep()
+        return len(said) == 6
+
+    wait_until(is_again, 10, "it is started again also while nobody asks it anything")
     link.stop()
     link.close()
 

@@ -115,6 +115,7 @@ def test_refused_event_is_in_the_dead_letters_once_after_kill_9_and_comes_again(
     assert [one["operation"] for one in json.loads(shown.stdout)] == ["INSERT", "INSERT"], shown.stderr
     refused = child.dlq("replay")  # through the run: it refuses them once more
     assert (refused.returncode, refused.stdout) == (1, "0 delivered, 0 superseded, 2 refused again\n"), refused.stderr
+    assert refused.stderr == "pgcdc: 2 refused again by adapter file: bad_row: it says bad\n"
     (tmp_path / "mended").touch()
     done = child.dlq("replay", "--id", letter.id)
     assert (done.returncode, done.stdout) == (0, "1 delivered, 0 superseded, 0 refused again\n"), done.stderr

@@ -112,6 +112,7 @@ def test_cloudevents_are_valid(events: list[dict[str, Any]]) -> None:
         unchanged = row["unchanged_toast_columns"]
         assert event.get_data() == {
             "op": row["operation"],
+            "schema": row["schema"],
             "table": row["table"],
             "row": row["row"],
             "old": row["old"],

@@ -101,6 +101,7 @@ def test_rows_are_events_with_the_bytes_of_the_stream_between_marks(database: Da
     assert (first["channel"], first["source"]) == ("pgcdc:t", "wal_replication")
     assert first["payload"] == {
         "op": "SNAPSHOT",
+        "schema": "public",
         "table": "t",
         "row": {
             "id": "1", "ok": "t", "code": "a   ", "n": "1.50", "note": 'tab\t "line\n\\ é', "b": "\\xdeadbeef",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from commands import pgcdc
 from databases import Database
 from listening import Listener, check_equal, wait_until
 
+from pgcdc.cli.status import read_status
 from pgcdc.playground import shop
 
 
@@ -67,6 +69,15 @@ def test_a_run_can_be_watched_is_locked_follows_new_tables_and_stops_in_order(
     listener.wait_delivered()
     assert listener.events()[-1]["channel"] == "pgcdc:later"
 
+    capture = listener.capture_pid()
+    assert capture is not None
+    os.kill(capture, signal.SIGKILL)
+    wait_until(lambda: "the capture runs again after" in listener.said(), 30, "it is said while nothing is delivered")
+    ended = r"pgcdc: [\d-]+ [\d:]+ the capture process ended \(killed by signal 9\): starting it again\n"
+    assert re.search(ended, listener.said())
+    began = report["phase_since"]
+    wait_until(lambda: read_status(listener.state.path)["capture_since"] > began, 10, "status knows since when")
+
     database.execute("ALTER TABLE later ADD note text; INSERT INTO later VALUES (8, 'x')")
     listener.wait_delivered()
     assert [event["channel"] for event in listener.events()[-2:]] == ["pgcdc:_schema", "pgcdc:later"]
@@ -101,6 +112,19 @@ def test_signals_under_load_end_in_time_once_delivers_the_rest_and_an_idle_resta
     assert listener.process is not None
     listener.process.send_signal(signal.SIGINT)
     assert listener.wait_exit(10) == 0, listener.said()
+    listener.start(wait=False)
+    wait_until(lambda: "pgcdc: starting Spark" in listener.said(), 60, "Spark starts")
+    listener.process.send_signal(signal.SIGINT)
+    assert listener.wait_exit(30) == 0 and "stopped before anything was read" in listener.said()
+
+    listener.start()
+    jvm = listener.jvm_pid()
+    assert jvm is not None
+    os.kill(jvm, signal.SIGKILL)
+    assert listener.wait_exit(30) == 1
+    _, _, after = listener.said().partition("pgcdc: ready: ")
+    assert after.splitlines()[1:] == ["error: the Spark JVM ended unexpectedly. Start pgcdc again: nothing is lost"]
+    assert b"Traceback" not in listener.log.read_bytes()
 
     listener.start()
     lsn = listener.delivered_lsn()

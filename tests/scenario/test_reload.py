@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from commands import pgcdc
 from databases import Database
 from listening import Listener, wait_until
 
@@ -30,11 +32,12 @@ def listener(database: Database, tmp_path: Path, settings: Path) -> Iterator[Lis
 
 
 def configure(path: Path, *steps: dict[str, Any], **more: Any) -> None:
-    path.write_text(yaml.safe_dump({"transforms": {"global": list(steps)}, **more}))
+    state_dir = str(path.parent / "state")
+    path.write_text(yaml.safe_dump({"state_dir": state_dir, "transforms": {"global": list(steps)}, **more}))
 
 
 def reload(listener: Listener) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pgcdc", "reload", "--state-dir", str(listener.state.path)]
+    command = [sys.executable, "-m", "pgcdc", "reload", "--config", str(listener.folder / "pgcdc.yaml")]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
@@ -51,17 +54,23 @@ def test_transforms_and_routes_change_while_it_runs_and_a_wrong_file_changes_not
 ) -> None:
     database.execute("CREATE TABLE t (id int PRIMARY KEY, v text)")
     database.execute("CREATE TABLE u (id int PRIMARY KEY)")
+    configure(settings, {"type": "drop_columns", "columns": ["v"]})
     none = reload(listener)
     assert none.returncode == 2 and "nothing runs in" in none.stderr
-    configure(settings, {"type": "drop_columns", "columns": ["v"]})
     listener.start()
     database.execute("INSERT INTO t VALUES (1, 'a')")
     listener.wait_delivered()
     assert rows(listener) == [{"id": "1"}]
+    of_file = ("--config", str(settings))
+    assert pgcdc("status", *of_file).stdout.startswith("phase                        streaming")
+    assert "all targets have everything" in pgcdc("sentinel", "--wait", *of_file).stdout
+    assert pgcdc("consumer", "list", *of_file).stdout.startswith("main\t")
 
     configure(settings, {"type": "mask", "columns": ["v"]}, routes={"file": ["t"]}, max_batch_rows=7)
     done = reload(listener)
     assert (done.returncode, done.stderr) == (0, "") and "reloaded" in done.stdout
+    assert re.search(r"pgcdc: [\d-]+ [\d:]+ the configuration is reloaded", listener.said())
+    assert status(listener)["last_reload_at"]
     assert "these hold after a restart: max_batch_rows" in listener.said()
     database.execute("INSERT INTO t VALUES (2, 'a'); INSERT INTO u VALUES (1)")
     listener.wait_delivered()

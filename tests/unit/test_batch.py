@@ -117,7 +117,8 @@ def payload(changes: TableChanges, names: Sequence[str], row: int) -> dict[str, 
     not_sent = {name for name, one in zip(names, changes.old_unchanged, strict=True) if one is not None and one[row]}
     new = {name: values[row].as_py() for name, values in zip(names, changes.new, strict=True) if name not in unchanged}
     old = {name: values[row].as_py() for name, values in zip(names, changes.old, strict=True) if name not in not_sent}
-    result: dict[str, Any] = {"op": op.name, "table": changes.relation.name, "kind": kind}
+    shape = changes.relation
+    result: dict[str, Any] = {"op": op.name, "schema": shape.namespace, "table": shape.name, "kind": kind}
     if op is Op.TRUNCATE:
         assert len(changes) == 1, "a TRUNCATE stands alone"
         return result | {"row": None, "old": None}

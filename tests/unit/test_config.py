@@ -133,8 +133,8 @@ FILE_ERRORS = {
     "mode_that_does_not_exist": ("snapshot_mode: sometimes\n", ["line 1: snapshot_mode", "'never'"]),
     "bad_time": ("snapshot_hold_limit: soon\n", ["line 1: snapshot_hold_limit", "30m or 6h"]),
     "not_a_mapping": ("- a\n- b\n", ["pgcdc.yaml, line 1"]),
-    "not_yaml": ("db: x\nslot_name: [a\n", ["pgcdc.yaml, line 3"]),
-    "tab": ("db: x\n\tslot_name: a\n", ["pgcdc.yaml, line 2"]),
+    "not_yaml": ("db: x\nslot_name: [a\n", ["pgcdc.yaml, line 2: the list that begins here does not end"]),
+    "tab": ("db: x\n\tslot_name: a\n", ["pgcdc.yaml, line 2: there is a tab", "spaces"]),
     "wrong_type": ("slot_name: [a]\n", ["line 1: slot_name", "string"]),
 }
 
@@ -216,7 +216,8 @@ def test_password_never_stands_in_an_error(
     write(tmp_path, text)
     with pytest.raises(ConfigError) as caught:
         load_config(flags, environ, None)
-    assert "s3cret" not in str(caught.value)
+    errors = getattr(caught.value, "errors", (caught.value,))
+    assert "s3cret" not in " ".join([str(caught.value), *(one.excerpt for one in errors)])
     assert caught.value.__cause__ is None or "s3cret" not in str(caught.value.__cause__)
 
 

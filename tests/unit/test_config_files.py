@@ -227,7 +227,7 @@ def test_a_secret_is_refused_without_being_shown(tmp_path: Path, case: str) -> N
     (tmp_path / "bad_url").write_text(f"postgresql://app:{SECRET}@h:x/shop")
     with pytest.raises(ConfigError) as caught:
         load_secret(SECRET_ERRORS[case], {"PW": SECRET})
-    assert SECRET not in str(caught.value)
+    assert SECRET not in str(caught.value) and SECRET not in caught.value.excerpt
     assert caught.value.__cause__ is None
     assert caught.value.message.startswith("pgcdc.yaml, line "), caught.value.message
     assert caught.value.advice
@@ -283,9 +283,40 @@ def test_what_show_prints_can_be_read_again() -> None:
 
 
 def invoke(*arguments: str, **environ: str | None) -> tuple[int, str, str]:
+    return invoke_any("config", *arguments, **environ)
+
+
+def invoke_any(*arguments: str, **environ: str | None) -> tuple[int, str, str]:
     quiet = {"COLUMNS": "200", "NO_COLOR": "1", "PGCDC_DB": None}
-    result = CliRunner().invoke(app, ["config", *arguments], env={**quiet, **environ})
+    result = CliRunner().invoke(app, arguments, env={**quiet, **environ})
     return result.exit_code, result.stdout, result.stderr
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["status"], ["reload"], ["sentinel"], ["consumer", "list"], ["consumer", "forget", "main"], ["dlq", "list"],
+        ["snapshot", "--pause", "x"], ["resync", "--db", "postgresql://u@127.0.0.1:1/x"],
+    ],
+    ids=lambda command: command[0],
+)  # fmt: skip
+def test_every_command_finds_the_state_directory_of_the_file(tmp_path: Path, command: list[str]) -> None:
+    """The file that is named, or pgcdc.yaml; the variable and the flag win over both."""
+    text = "max-batch-rows: 5\nstate-dir: {}\n"
+    for name in ("pgcdc", "other"):
+        (tmp_path / f"{name}.yaml").write_text(text.format(f"of_{name}"))
+    for name, flags, environ in (
+        ("of_pgcdc", [], {}),
+        ("of_other", ["--config", "other.yaml"], {}),
+        ("of_variable", ["--config", "other.yaml"], {"PGCDC_STATE_DIR": "of_variable"}),
+        ("of_flag", ["--config", "other.yaml", "--state-dir", "of_flag"], {"PGCDC_STATE_DIR": "of_variable"}),
+    ):
+        assert name in invoke_any(*command, *flags, **environ)[2]
+
+
+def test_commands_that_need_the_state_directory_read_nothing_else_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "pgcdc.yaml").write_text("db: ${NOT_SET}\nmax_batch_rows: many\nstate_dir: ${WHERE:-here}\n")
+    assert "here is not a state directory" in invoke_any("status")[2]
 
 
 def test_init_writes_a_file_that_loads_and_does_not_overwrite(tmp_path: Path) -> None:

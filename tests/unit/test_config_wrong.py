@@ -463,7 +463,7 @@ BROKEN = {
 def test_broken_file_is_one_error(nowhere: Path, case: str) -> None:
     error = refuse(nowhere, BROKEN[case])
     assert "pgcdc.yaml" in error.message
-    assert "s3cret" not in str(error)
+    assert "s3cret" not in str(error) + error.excerpt
 
 
 def test_the_model_is_what_yaml_can_say() -> None:
@@ -545,6 +545,38 @@ def test_everything_that_is_wrong_is_said_at_once_each_with_its_line(nowhere: Pa
     assert len(said) == 8
     shown = CliRunner().invoke(app, ["listen", "--dlq", "fiel"])
     assert shown.exit_code == 2 and shown.output.count("error: ") == 7
+    audit = "    5 |   - {name: audit, type: file, pth: ***\n      |                               ^\n"
+    checked = CliRunner().invoke(app, ["validate", "--dlq", "fiel"])
+    for excerpt in ("    3 | snapshot_hold_limit: soon\n      | ^\n", audit):
+        assert excerpt in shown.stderr and excerpt in checked.stderr, shown.stderr
+
+
+SHOWN = {  # Each with the line as it is shown, and what is below it
+    "tables: [orders\nslot_name: x\n": ("    1 | tables: [orders", "      |         ^"),
+    "webhook_headers:\n- name: s3cret: x\n": ("    2 | - name: ***", "      |            ^"),
+    "tables:\n  - orders\n  - a: b: c\n": ("    3 |   - a: ***", "      |         ^"),
+    "tables:\n  - orders: x\n  - b\n": ("    2 |   - orders: ***", "      |     ^"),
+    "slot_name: x\n\ttables: a\n": ("    2 | →tables: a", "      | ^"),
+    "state_dir: 'a\nonce: true\n": ("    1 | state_dir: 'a", "      |            ^"),
+    "slot-name: @x\n": ("    1 | slot-name: @x", "      |            ^"),
+    "slot_name: x\n  once: true\n": ("    2 |   once: true", "      |       ^"),
+    "db: 'postgresql://app:s3cret@h/d\n": ("    1 | db: ***", "      |     ^"),
+    "webhook_signing_secret: 's3cret\n  more s3cret\n": ("    1 | webhook_signing_secret: ***", ""),
+    "webhook_headers:\n  a: @s3cret\n": ("    2 |   a: ***", "      |      ^"),
+    "webhook_signing_secret:\n  - s3cret @\n  @s3cret\n": ("", ""),
+    "max_batch_rows: many  # as many as there are\n": ("    1 | max_batch_rows: many  # as many as there are", ""),
+}
+
+
+@pytest.mark.parametrize("text", SHOWN)
+def test_the_line_is_shown_with_a_caret_and_without_what_may_be_a_secret(nowhere: Path, text: str) -> None:
+    (nowhere / "pgcdc.yaml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config({"db": "postgresql://h/d"}, {}, None)
+    line, caret = SHOWN[text]
+    found = caught.value.excerpt.splitlines() or ["", ""]
+    assert found[0] == line and found[1].startswith(caret), caught.value.excerpt
+    assert "s3cret" not in str(caught.value)
 
 
 def test_all_conflicts_are_said_at_once(nowhere: Path) -> None:

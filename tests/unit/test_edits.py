@@ -112,6 +112,7 @@ def test_drop_leaves_columns_out_of_row_old_and_unchanged() -> None:
     assert insert is not None and insert["row"] == {"id": "1", "total": "2.50"}
     assert update == {
         "op": "UPDATE",
+        "schema": "public",
         "table": "orders",
         "row": {"id": "1", "total": None},
         "old": {"id": "1", "total": "9"},

@@ -241,7 +241,7 @@ def lines_of(reader: SpoolReader, options: EventOptions = EventOptions(), column
 
 
 def expected_object(event: dict[str, Any]) -> dict[str, Any]:
-    payload = {"op": event["operation"], "table": event["table"]}
+    payload = {"op": event["operation"], "schema": event["schema"], "table": event["table"]}
     payload |= {side: None if event[side] is None else dict(event[side]) for side in ("row", "old")}
     if event["unchanged_toast_columns"]:
         payload["_unchanged_toast_columns"] = event["unchanged_toast_columns"]
@@ -325,7 +325,7 @@ def test_markers_stand_around_each_transaction_and_move_nothing() -> None:
     marks = [one for one in found if one["operation"] in ("BEGIN", "COMMIT")]
     assert {one["channel"] for one in marks} == {"pgcdc:_txn"}
     assert [(one["transaction"]["xid"], one["transaction"]["seq"]) for one in marks] == [(5, 0), (5, 3), (6, 0), (6, 1)]
-    assert marks[0]["payload"] == {"op": "BEGIN", "table": None, "row": None, "old": None}
+    assert marks[0]["payload"] == {"op": "BEGIN", "schema": None, "table": None, "row": None, "old": None}
     assert [one for one in found if one not in marks] == plain
     assert [one["position"] for one in found] == sorted(one["position"] for one in found)
     assert len({one["id"] for one in found}) == len(found)

@@ -128,7 +128,7 @@ def test_only_who_asks_for_sentinels_gets_events_of_them(tmp_path: Path) -> None
     event = json.loads(asked[1])
     assert (event["channel"], event["operation"]) == ("pgcdc:_sentinel", "SENTINEL")
     row = {"id": "5f0c", "asked_at": "2026-11-18T00:00:00.000Z"}
-    assert event["payload"] == {"op": "SENTINEL", "table": None, "row": row, "old": None}
+    assert event["payload"] == {"op": "SENTINEL", "schema": None, "table": None, "row": row, "old": None}
 
 
 def test_targets_of_tables_never_get_one(tmp_path: Path) -> None:

@@ -348,7 +348,7 @@ def test_event_stands_directly_before_the_first_row_in_the_new_shape(pipe: Pipe)
     assert found["position"] == "000000000000006E/0000000000001.7FFFFFFE"
     assert found["transaction"]["seq"] == 1
     row = found["payload"].pop("row")
-    assert found["payload"] == {"op": "SCHEMA_CHANGE", "table": None, "old": None}
+    assert found["payload"] == {"op": "SCHEMA_CHANGE", "schema": None, "table": None, "old": None}
     assert list(row) == ["schema", "table", "changes", "columns"]
     assert (row["schema"], row["table"]) == ("public", "t1")
     assert json.loads(row["changes"]) == [{"type": "column_added", "column": "note", "new_type": "text"}]

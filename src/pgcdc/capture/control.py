@@ -23,6 +23,7 @@ from pydantic import Field
 from pgcdc.capture.server import CaptureGone, Channel, remove_socket
 from pgcdc.core.counters import counters
 from pgcdc.core.errors import PgcdcError, SourceError, StateError
+from pgcdc.core.moment import stamped
 from pgcdc.core.position import Position
 from pgcdc.core.settings import Bytes, Options, setting
 from pgcdc.core.state import Lock, StateDir, is_alive, open_log, read_json
@@ -120,6 +121,7 @@ class ControlClient(Channel, CaptureRequests):
     """One connection to the capture process."""
 
     who = "the capture process"
+    pid = 0
 
 
 class CaptureLink(CaptureRequests):
@@ -142,7 +144,7 @@ class CaptureLink(CaptureRequests):
         self._lock = threading.RLock()
         self._say = say
         self._status: dict[str, Any] = {}
-        self._client = ensure_capture(spec, is_restart=is_restart)
+        self._client = ensure_capture(spec, is_restart=is_restart, say=say)
         self._follow()
 
     def request(self, content: dict[str, Any], timeout_s: float = 120.0) -> dict[str, Any]:
@@ -181,6 +183,13 @@ class CaptureLink(CaptureRequests):
         if self._say is not None:
             self._client.request({"do": "follow"})
 
+    def keep(self) -> None:
+        """Start or join the next process if this one was killed. Why one failed is for who reads from it."""
+        with self._lock:
+            self._look()
+            if self._client.is_cut:
+                self.request({"do": "status"})
+
     def stop(self) -> None:
         """Ask the process to end, if one runs."""
         with contextlib.suppress(PgcdcError):
@@ -201,9 +210,12 @@ class CaptureLink(CaptureRequests):
             )
         self._look()  # it may have reported why it ended
         self._client.close()
-        self._client = ensure_capture(self._spec, is_restart=True)
+        say = self._say or (lambda text: None)
+        say(stamped(f"the capture process ended{_how_it_ended(self._client.pid)}: starting it again"))
+        self._client = ensure_capture(self._spec, is_restart=True, say=say)
         self._is_told = False
         self._follow()
+        say(stamped(f"the capture runs again after {time.monotonic() - now:.1f} s"))
 
 
 def ask(lock: Path, request: dict[str, Any]) -> dict[str, Any]:
@@ -249,7 +261,7 @@ def ask_or_do(
     raise StateError("the capture process is starting and does not answer", "Try again when it runs")
 
 
-def ensure_capture(spec: CaptureSpec, *, is_restart: bool) -> ControlClient:
+def ensure_capture(spec: CaptureSpec, *, is_restart: bool, say: Callable[[str], None] | None = None) -> ControlClient:
     """A connection to the capture of this state directory; starts one if none runs."""
     state = StateDir(spec.state_dir)
     deadline = time.monotonic() + START_TIMEOUT_S
@@ -260,11 +272,11 @@ def ensure_capture(spec: CaptureSpec, *, is_restart: bool) -> ControlClient:
             _raise_failure(state, started)
             if not is_alive(spec.watch_pid):  # a new capture would end immediately, again and again
                 raise SourceError(f"the driver (process {spec.watch_pid}) is gone: nothing is captured for it any more")
-            started = _start(spec.but(is_restart=is_restart), state)
+            started = _start(spec.but(is_restart=is_restart), state, say)
         elif "address" in holder:
             with contextlib.suppress(CaptureGone):
                 client = ControlClient(holder["address"])
-                client.status()  # a killed process still accepts connections for a moment
+                client.pid = client.status()["pid"]  # a killed process still accepts connections for a moment
                 return client
         time.sleep(0.02)
     raise SourceError("the capture process did not start in time", f"See {state.path / 'capture.log'}")
@@ -277,7 +289,7 @@ def _raise_failure(state: StateDir, pid: int) -> None:
         raise PgcdcError.from_json(status["last_error"])
 
 
-def _start(spec: CaptureSpec, state: StateDir) -> int:
+def _start(spec: CaptureSpec, state: StateDir, say: Callable[[str], None] | None) -> int:
     """Start a capture process and wait for the line it prints on stdout. Returns its pid."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     with open_log(state.path / "capture.log") as log:
@@ -293,9 +305,11 @@ def _start(spec: CaptureSpec, state: StateDir) -> int:
     with contextlib.suppress(BrokenPipeError):
         process.stdin.write(spec.model_dump_json().encode())
         process.stdin.close()
-    line = process.stdout.readline()
+    reply: dict[str, Any] = {}
+    while (line := process.stdout.readline()) and "say" in (reply := json.loads(line)):
+        if say is not None:
+            say(reply["say"])
     process.stdout.close()
-    reply = json.loads(line) if line else {}
     _REAP[:] = [one for one in [*_REAP, process] if one.poll() is None]
     if "error" in reply:
         raise PgcdcError.from_json(reply["error"])
@@ -303,6 +317,16 @@ def _start(spec: CaptureSpec, state: StateDir) -> int:
         code = process.wait()
         raise SourceError(f"the capture process ended at once with code {code}", f"See {state.path / 'capture.log'}")
     return process.pid
+
+
+def _how_it_ended(pid: int) -> str:
+    """Of a process that we have started; another one's end is not known."""
+    for one in _REAP:
+        if one.pid == pid:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = one.wait(1.0)
+                return f" (killed by signal {-code})" if code < 0 else f" (exit code {code})"
+    return ""
 
 
 _REAP: list[subprocess.Popen[bytes]] = []  # Our child processes, kept so that `poll` can reap them

@@ -21,6 +21,7 @@ from pgcdc.capture.control import CaptureSpec
 from pgcdc.capture.server import ControlServer, remove_socket
 from pgcdc.core.counters import CHANGES_CAPTURED, CONNECTIONS_LOST, counters
 from pgcdc.core.errors import ConnectionLost, PgcdcError, SourceError, StateError, reconnect_delay_s
+from pgcdc.core.moment import stamped
 from pgcdc.core.position import Position
 from pgcdc.core.state import Lock, StateDir, is_alive, write_json
 from pgcdc.source.protocol import ChangeStream, Settled, make_source
@@ -32,6 +33,7 @@ logger = logging.getLogger("pgcdc.capture")
 
 CONFIRM_INTERVAL_S = 1.0
 ROUNDS_PER_TURN = 16
+WAITING = "waiting for the slot"  # A phase of a stream that is not connected
 LINGER_S = 60.0  # How long a capture keeps running after its last query: long enough to start the next one
 
 
@@ -56,7 +58,9 @@ class CaptureProcess:
         self._failed_attempts = 0
         self._reconnect_at = 0.0
         self._lost_at: float | None = None  # When the connection ended; None before the first one and while connected
-        self._phase = "starting"
+        self._phase = self._shown_phase = "starting"
+        self._since = time.time()  # Of the shown phase
+        self._is_announced = False
         self._last_error: dict[str, str] | None = None
 
     @property
@@ -73,6 +77,7 @@ class CaptureProcess:
         if not self._spec.is_restart:
             self._connect_first()
         announce()
+        self._is_announced = True
         confirm_due = 0.0
         alone_since = time.monotonic()
         while not self._should_end():
@@ -132,9 +137,18 @@ class CaptureProcess:
         return self._stopping
 
     def _connect(self) -> None:
+        before = self._phase
         self._reconnect_at = time.monotonic() + self._stream.connect()
         self._phase = self._stream.phase
+        if self._phase == WAITING and before != WAITING:
+            self._tell(
+                f"{WAITING}: an earlier connection of ours still holds it, until the server notices that it is gone"
+            )
         if self._stream.is_connected:
+            if self._lost_at is not None:
+                self._tell(f"connected to the server again after {time.time() - self._lost_at:.0f} s")
+            elif before == WAITING:
+                self._tell("the slot is free")
             self._failed_attempts, self._lost_at, self._last_error = 0, None, None
 
     def _lose(self, error: ConnectionLost) -> None:
@@ -147,11 +161,18 @@ class CaptureProcess:
         delay_s = reconnect_delay_s(self._failed_attempts)
         if not self._failed_attempts:
             counters.add(CONNECTIONS_LOST)
-            self._server.push({"say": [f"{error.message}; connecting again"]})
+            self._tell(f"{error.message}; connecting again")
         self._failed_attempts += 1
         self._reconnect_at = time.monotonic() + delay_s
         self._phase, self._last_error = "reconnecting", error.to_json()
         logger.warning("%s; next attempt in %.1f s", error, delay_s)
+
+    def _tell(self, text: str) -> None:
+        """Say something to people: to whoever started us until we are announced, then to followers."""
+        if self._is_announced:
+            self._server.push({"say": [stamped(text)]})
+        else:
+            _say({"say": stamped(text)}, is_last=False)
 
     def _read_stream(self) -> bool:
         """Move available changes into the spool; True if there may be more. Reads nothing while the spool is full."""
@@ -246,12 +267,16 @@ class CaptureProcess:
         return {"lsn": commit, "time_us": time_us}
 
     def _status(self) -> dict[str, Any]:
+        phase = "paused: the spool is full" if self._phase == "streaming" and self._is_full() else self._phase
+        if phase != self._shown_phase:
+            self._shown_phase, self._since = phase, time.time()
         return {
             **self._stream.status(self._stream.confirmed),
             "lag_seconds": self._lag_seconds(),
             "pid": os.getpid(),
             "time": time.time(),
-            "phase": "paused: the spool is full" if self._phase == "streaming" and self._is_full() else self._phase,
+            "phase": phase,
+            "phase_since": self._since,
             "source": self._spec.kind,
             "spool_bytes": self._spool.bytes_held,
             "rows": counters.get(CHANGES_CAPTURED),
@@ -306,12 +331,13 @@ def main() -> int:
     return 0
 
 
-def _say(content: dict[str, Any]) -> None:
+def _say(content: dict[str, Any], *, is_last: bool = True) -> None:
     """Print one line for the process that started us; it may no longer be reading."""
     try:
         sys.stdout.write(json.dumps(content) + "\n")
         sys.stdout.flush()
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if is_last:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError:
         pass
 

@@ -220,6 +220,7 @@ class Channel:
         self._buffer = b""
         self.pushed: dict[str, Any] = {}  # The latest pushed status
         self.said: list[str] = []  # Pushed messages for people, not yet shown
+        self._is_ended = False
 
     def request(self, content: dict[str, Any], timeout_s: float = 120.0) -> dict[str, Any]:
         """Send one request and wait for its answer. Raises the error that the other process reports."""
@@ -250,9 +251,15 @@ class Channel:
             self._socket.settimeout(0)
             while data := self._socket.recv(65_536):
                 self._buffer += data
+            self._is_ended = True
         while self._buffer.startswith(_PUSH) and b"\n" in self._buffer:
             line, _, self._buffer = self._buffer.partition(b"\n")
             self._note(line)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the connection has ended without a last word."""
+        return self._is_ended and not self._buffer
 
     def _take_line(self) -> bytes:
         """The next complete answer. Keeps the pushes that come before it."""

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from pgcdc.cli.flags import CONFIG_OPTION, SettingsCommand, given_flags
-from pgcdc.cli.report import exit_on_error, say
+from pgcdc.cli.report import exit_on_error, say, show_excerpt, single_errors
 from pgcdc.config.documents import effective, json_schema, show_yaml, write_template
 from pgcdc.config.layers import load
 from pgcdc.core.errors import ConfigError, PgcdcError, StateError
@@ -94,6 +94,8 @@ def _run_checks(flags: dict[str, Any], path: Path | None) -> Iterator[Finding]:
         loaded.check()
     except ConfigError as error:
         yield Finding("configuration", "failed", error.message, error.advice)
+        for one in single_errors(error):
+            show_excerpt(one)
         return
     yield Finding("configuration", "ok", f"{loaded.file.path}" if loaded.file else "flags and variables")
     yield from run_checks(loaded.config)

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from pgcdc.cli.flags import CONFIG_OPTION, SettingsCommand, given_flags
-from pgcdc.cli.report import confirm, exit_on_error, print_table
+from pgcdc.cli.report import confirm, exit_on_error, print_table, say
 from pgcdc.config.adapters import FLAT_KEYS
 from pgcdc.config.layers import load
 from pgcdc.core.errors import ConfigError, SinkError, StateError
@@ -42,6 +42,7 @@ Json = Annotated[bool, typer.Option("--json", help="For machines.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")]
 All = Annotated[bool, typer.Option("--all", help="Also letters of other pipelines in the same store.")]
 File = Annotated[Path | None, CONFIG_OPTION]
+SHOWN_REASONS = 5
 
 
 class StoreCommand(SettingsCommand):
@@ -188,10 +189,21 @@ def replay_command(
         typer.echo(json.dumps(asdict(tally)))
     else:
         typer.echo(f"{tally.delivered:,} delivered, {tally.superseded:,} superseded, {tally.failed:,} refused again")
+    if tally.reasons and not as_json:
+        _say_reasons(tally.reasons)
     if tally.error:
         raise SinkError(f"the rest was not delivered: {tally.error}")
     if tally.failed:
         raise typer.Exit(1)
+
+
+def _say_reasons(reasons: dict[str, int]) -> None:
+    """The most frequent ones first."""
+    found = sorted(reasons.items(), key=lambda one: -one[1])
+    for reason, count in found[:SHOWN_REASONS]:
+        say(f"{count:,} refused again by {reason[:300]}")
+    if rest := sum(count for _, count in found[SHOWN_REASONS:]):
+        say(f"{rest:,} refused again for other reasons: pgcdc dlq list --waiting")
 
 
 def _replay_here(flags: dict[str, Any], file: Path | None, letters: _Letters, query: Query, names: list[str]) -> Tally:

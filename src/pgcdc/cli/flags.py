@@ -7,18 +7,40 @@ from __future__ import annotations
 
 import inspect
 from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import typer
 from typer.core import TyperCommand
 
+from pgcdc.core.state import StateDir
+
 CONFIG_OPTION = typer.Option(help="Configuration file. (default: pgcdc.yaml, if it exists)")
+File = Annotated[Path | None, CONFIG_OPTION]
+State = Annotated[
+    Path | None,
+    typer.Option(
+        "--state-dir",
+        help="The state directory. (default: that of the configuration file, else .pgcdc)",
+        envvar="PGCDC_STATE_DIR",
+        metavar="PATH",
+    ),
+]
 EPILOG = (
     "Every adapter also accepts these delivery settings: --ADAPTER-timeout, -max-retries, -backoff-base, -backoff-cap, "
     "-cb-max-failures, -cb-reset, -rate-limit and -rate-limit-burst. See docs/configuration.md."
 )
 
 TWO_WAY = ("streaming",)  # Switches whose default is neither on nor off
+
+
+def find_state(given: Path | None, file: Path | None) -> StateDir:
+    """The state directory that was given, or that of the configuration file, of which nothing else is read."""
+    if given is None and (file or Path("pgcdc.yaml").exists()):  # else the model is not loaded: it takes half a second
+        from pgcdc.config.layers import read_state_dir
+
+        given = read_state_dir(file)
+    return StateDir(given or Path(".pgcdc"))
 
 
 class SettingsCommand(TyperCommand):

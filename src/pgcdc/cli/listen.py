@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -25,7 +26,7 @@ def listen(ctx: typer.Context, config: Annotated[Path | None, CONFIG_OPTION] = N
     logging.disable(logging.ERROR)  # libraries also log what we report in one line with advice
     with exit_on_error():
         from pgcdc.config import load_config
-        from pgcdc.run.pipeline import Pipeline
+        from pgcdc.run.pipeline import Pipeline, StopNow
 
         flags = given_flags(ctx)
         settings = load_config(flags, os.environ, config)
@@ -33,9 +34,10 @@ def listen(ctx: typer.Context, config: Annotated[Path | None, CONFIG_OPTION] = N
         pipeline.on_stuck = lambda: _end_at_once(0)
         shares_terminal = any(one.type in ("stdout", "exec") for one in settings.adapter_specs) and sys.stdout.isatty()
         pipeline.snapshot.show = SnapshotProgress(live=sys.stderr.isatty() and not shares_terminal).show
-        _stop_on_signals(pipeline)
-        signal.signal(signal.SIGHUP, lambda number, frame: pipeline.request_reload())
-        pipeline.run()
+        with contextlib.suppress(StopNow):  # a signal before `run` has begun
+            _stop_on_signals(pipeline)
+            signal.signal(signal.SIGHUP, lambda number, frame: pipeline.request_reload())
+            pipeline.run()
 
 
 def _end_at_once(code: int) -> NoReturn:

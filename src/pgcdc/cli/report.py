@@ -32,14 +32,25 @@ def exit_on_error() -> Iterator[None]:
     try:
         yield
     except PgcdcError as error:
-        for one in (isinstance(error, ConfigErrors) and error.errors) or (error,):
+        for one in single_errors(error):
             typer.echo(" ".join(f"error: {one}".split()), err=True)  # what happened, what to do: in one line
+            show_excerpt(one)
         raise typer.Exit(error.exit_code) from None
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
     except BrokenPipeError:  # `pgcdc slot list | head`: avoid an error from the flush at exit
         drop_output()
         raise typer.Exit(0) from None
+
+
+def single_errors(error: PgcdcError) -> Sequence[PgcdcError]:
+    return (isinstance(error, ConfigErrors) and error.errors) or (error,)
+
+
+def show_excerpt(error: PgcdcError) -> None:
+    """The line of the configuration file that an error is about, if it is about one."""
+    if isinstance(error, ConfigError) and error.excerpt:
+        typer.echo(error.excerpt, err=True)
 
 
 def confirm(question: str, refusal: str, advice: str = "Add --yes") -> None:

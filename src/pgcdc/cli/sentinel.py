@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from pgcdc.cli.flags import File, State, find_state
 from pgcdc.cli.report import exit_on_error
-from pgcdc.cli.status import STATE_DIR
 from pgcdc.core.errors import ConfigError
 from pgcdc.core.settings import parse_seconds
-from pgcdc.core.state import StateDir
 
 
 def sentinel(
-    state_dir: Annotated[Path, STATE_DIR] = Path(".pgcdc"),
+    state_dir: State = None,
+    config: File = None,
     wait: Annotated[bool, typer.Option("--wait", help="Return when every adapter has it.")] = False,
     adapter: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="With --wait: only this adapter. Repeatable.")
@@ -34,7 +33,7 @@ def sentinel(
             timeout_s = parse_seconds(timeout)
         except ValueError as error:
             raise ConfigError(f"--timeout {timeout}: {error}", "Give a time like 500ms, 30s or 5m") from None
-        made, seconds = Sentinel(StateDir(state_dir), adapter or ()), None
+        made, seconds = Sentinel(find_state(state_dir, config), adapter or ()), None
         try:
             seconds = made.wait(timeout_s) if wait else None
         finally:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
+import os
 from typing import Annotated, Any
 
 import typer
 
+from pgcdc.cli.flags import File, State, find_state
 from pgcdc.cli.report import confirm, exit_on_error, print_table, say, show
 from pgcdc.core.errors import ConfigError, SourceError, StateError
 from pgcdc.core.state import Lock, StateDir
@@ -22,7 +23,6 @@ consumer_app = typer.Typer(no_args_is_help=True, add_completion=False)
 Db = Annotated[str, typer.Option("--db", envvar="PGCDC_DB", show_envvar=True, help="URL of the source database.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
 Name = Annotated[str, typer.Option("--slot-name", help="Name of the slot.")]
-State = Annotated[Path, typer.Option(help="The state directory.", envvar="PGCDC_STATE_DIR")]
 
 _COLUMNS = ("name", "plugin", "database", "active", "wal_status", "confirmed_flush_lsn", "lag_bytes", "retained_bytes")
 
@@ -102,28 +102,27 @@ def _print(columns: tuple[str, ...], rows: list[dict[str, Any]], as_json: bool) 
 
 @consumer_app.command("list")
 @exit_on_error()
-def list_consumers(state_dir: State = Path(".pgcdc")) -> None:
+def list_consumers(state_dir: State = None, config: File = None) -> None:
     """Show all consumers and their acknowledged positions."""
     from pgcdc.spool.consumers import Consumers
 
-    consumers = Consumers(_find_state(state_dir).consumers_file)
+    consumers = Consumers(_check_state(find_state(state_dir, config)).consumers_file)
     for name in consumers.names():
         print(f"{name}\t{consumers[name].ack}")
 
 
 @consumer_app.command("forget")
 @exit_on_error()
-def forget_consumer(name: str, state_dir: State = Path(".pgcdc")) -> None:
+def forget_consumer(name: str, state_dir: State = None, config: File = None) -> None:
     """Forget a consumer that will not come back, so that it no longer holds back WAL and segments."""
     from pgcdc.capture.control import forget_consumer as forget
 
-    state = _find_state(state_dir)
+    state = _check_state(find_state(state_dir, config))
     forget(state, name)
     print(f"forgot consumer {name} of {state.path}")
 
 
-def _find_state(path: Path) -> StateDir:
-    state = StateDir(path)
+def _check_state(state: StateDir) -> StateDir:
     if not state.consumers_file.exists():
         raise StateError(f"{state.path} is not a state directory", "Give --state-dir")
     return state
@@ -157,7 +156,8 @@ def describe(
 @exit_on_error()
 def resync(
     db: Db = "",
-    state_dir: State = Path(".pgcdc"),
+    state_dir: State = None,
+    config: File = None,
     table: Annotated[
         list[str] | None,
         typer.Option(help="The slot works: read only this table again. Repeatable."),
@@ -184,16 +184,20 @@ def resync(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
     """Repair targets: one copy (--table, --adapter), or everything after a lost slot, including deletes."""
+    from pgcdc.config.layers import load
     from pgcdc.core.settings import split_outside_quotes
     from pgcdc.run.resync import Resync
 
+    given = {"db": db, "state_dir": state_dir}
+    settings = load({name: one for name, one in given.items() if one}, os.environ, config).config
+    db, state = settings.db, StateDir(settings.state_dir)
     if not db:
         raise ConfigError("no database is given", "Use --db or the variable PGCDC_DB")
     if adapter:
-        _replace(db, StateDir(state_dir), table or [], adapter, yes)
+        _replace(db, state, table or [], adapter, yes)
         return
     chosen = tuple(name for name in split_outside_quotes(tables, ",") if name)
-    with Resync(db, state_dir, tuple(table or ()), new_slot, chosen, truncate, two_phase, say) as one:
+    with Resync(db, state.path, tuple(table or ()), new_slot, chosen, truncate, two_phase, say) as one:
         for line in one.plan():
             say(line)
         if not yes and not one.note:

@@ -10,25 +10,27 @@ from typing import Annotated, Any
 
 import typer
 
+from pgcdc.cli.flags import File, State, find_state
 from pgcdc.cli.report import describe_snapshot, exit_on_error, print_table, show
 from pgcdc.core.errors import ConfigError, PgcdcError, StateError
+from pgcdc.core.moment import show_time
 from pgcdc.core.state import Lock, StateDir, read_json
 
 RELOAD_TIMEOUT_S = 60.0
-STATE_DIR = typer.Option(help="The state directory.", envvar="PGCDC_STATE_DIR")
 _LANE = ("adapter", "lane", "ack", "lag_bytes", "dropped", "dead_letters", "missed_rows", "reloading", "last_error")
 _OF_SNAPSHOT = ("held_seconds", "hold_limit_seconds", "wal_held_bytes", "warning")
 _OF_CAPTURE = ("schema_changes", "toast_cache_hits", "toast_cache_misses", "toast_cache_entries", "bad_signals")
 
 
 def status(
-    state_dir: Annotated[Path, STATE_DIR] = Path(".pgcdc"),
+    state_dir: State = None,
+    config: File = None,
     as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
 ) -> None:
     """Show phase, positions, lag in bytes and seconds, and the last error of the pipeline that owns a state
     directory."""
     with exit_on_error():
-        report = read_status(state_dir)
+        report = read_status(find_state(state_dir, config).path)
         if as_json:
             print(json.dumps(report))
             return
@@ -67,7 +69,9 @@ def read_status(state_dir: Path) -> dict[str, Any]:
     error = run.get("last_error") or capture.get("last_error")
     return {
         "phase": phase,
+        "phase_since": _time_of(run),
         "capture": capture.get("phase", "-") if capturing else "not running",
+        "capture_since": _time_of(capture) if capturing else None,
         "slot": identity.stream,
         "database": identity.database,
         "adapters": ", ".join(run.get("adapters", [])) or None,
@@ -75,7 +79,7 @@ def read_status(state_dir: Path) -> dict[str, Any]:
         "events_delivered": run.get("events", 0),
         "fast_paths": ", ".join(f"{name} {way}" for name, way in run.get("ways", {}).items()) or None,
         "batch_ms": ", ".join(f"{name} {took:g}" for name, took in run.get("batch_ms", {}).items()) or None,
-        **{name: run.get(name) for name in ("reloads", "reload_errors", "last_reload_error")},
+        **{name: run.get(name) for name in ("reloads", "reload_errors", "last_reload_at", "last_reload_error")},
         "delivered_position": run.get("position"),
         **{name: capture.get(name) for name in ("server_lsn", "received_lsn", "confirmed_lsn", "lag_bytes")},
         "lag_seconds": None if lag_seconds is None else round(float(lag_seconds), 1),
@@ -88,6 +92,10 @@ def read_status(state_dir: Path) -> dict[str, Any]:
         "last_error": str(PgcdcError.from_json(error)) if error else None,
         "updated_seconds_ago": round(time.time() - capture["time"], 1) if "time" in capture else None,
     }
+
+
+def _time_of(status: dict[str, Any]) -> str | None:
+    return show_time(status["phase_since"]) if "phase_since" in status else None
 
 
 def _last_run(state: StateDir) -> dict[str, Any]:
@@ -122,14 +130,12 @@ def _snapshots_of(state: StateDir, capture: dict[str, Any], capturing: bool) -> 
     return [*({"kind": "initial", **table} for table in tables), *others]
 
 
-def reload(
-    state_dir: Annotated[Path, STATE_DIR] = Path(".pgcdc"),
-) -> None:
+def reload(state_dir: State = None, config: File = None) -> None:
     """Make a running `pgcdc listen` reload its transforms and routes. They apply from the next batch on."""
     with exit_on_error():
         from pgcdc.capture.control import ask
 
-        state = StateDir(state_dir)
+        state = find_state(state_dir, config)
         if Lock.holder(state.run_lock) is None:
             raise StateError(f"nothing runs in {state.path}", "Start it with pgcdc listen, or give --state-dir")
         phase = ask(state.run_lock, {"do": "status"}).get("phase", "starting")

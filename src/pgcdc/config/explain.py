@@ -16,7 +16,7 @@ from pgcdc.core.settings import REFUSED, KeyPath, suggest
 from pgcdc.sink.spec import ADAPTERS
 from pgcdc.transform.specs import TransformSpec
 
-_TRANSFORMS: dict[str, type[BaseModel]] = {
+TRANSFORMS: dict[str, type[BaseModel]] = {
     model.model_fields["type"].default: model for model in get_args(get_args(TransformSpec)[0])
 }
 
@@ -49,13 +49,13 @@ def _explain(error: Any, path: KeyPath, value: Any) -> tuple[KeyPath, str, str]:
         if len(loc) == 1:
             otherwise = "The keys stand in docs/configuration.md, or: pgcdc config schema"
             return path, "this key is not known", advise(name) or suggest(name, Config.model_fields, otherwise)
-        model: type[BaseModel] = {**_TRANSFORMS, **ENTRIES}.get(str(loc[-2]), Transforms)
+        model: type[BaseModel] = {**TRANSFORMS, **ENTRIES}.get(str(loc[-2]), Transforms)
         names = [field.alias or key for key, field in model.model_fields.items()]
         return path, "this key is not known", suggest(name, names)
     if kind == "missing":
         return path[:-1], f"{path[-1]} is missing", f"Add {path[-1]}: ..."
     if kind in ("union_tag_invalid", "union_tag_not_found"):  # a mapping in a list
-        types = list(ENTRIES if path[0] == "adapters" and len(path) <= 2 else _TRANSFORMS)
+        types = list(ENTRIES if path[0] == "adapters" and len(path) <= 2 else TRANSFORMS)
         given = value.get("type") if isinstance(value, dict) else None
         if given is None:
             return path, "type is missing", f"Give one of: {', '.join(types)}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -20,11 +21,11 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticCustomError
 
 from pgcdc.config.adapters import ALIASES, ENTRIES, kind_of, parse_priorities, parse_routes, rename_key
-from pgcdc.config.explain import explain
-from pgcdc.config.model import FIELDS, Config, at
+from pgcdc.config.explain import TRANSFORMS, explain
+from pgcdc.config.model import FIELDS, Config, Transforms, at
 from pgcdc.config.yaml_file import YamlFile, name_key, value_at
 from pgcdc.core.errors import ConfigError, ConfigErrors, PgcdcError
-from pgcdc.core.secrets import hide, literal_part, read_secret, redact_text
+from pgcdc.core.secrets import hide, is_secret_name, literal_part, read_secret, redact_text
 from pgcdc.core.settings import Conflict, KeyPath, Setting, conflicts_of, setting_of
 from pgcdc.postgres.database import parse_url
 from pgcdc.sink.http import is_secret_header, parse_headers
@@ -86,7 +87,9 @@ class Loaded:
             raise ConfigErrors.of(found)
 
     def safe(self, error: PgcdcError) -> ConfigError:
-        return ConfigError(hide(error.message, self.secrets), hide(error.advice, self.secrets))
+        made = ConfigError(hide(error.message, self.secrets), hide(error.advice, self.secrets))
+        made.excerpt = hide(self.file.excerpt(error.message), self.secrets) if self.file is not None else ""
+        return made
 
 
 def load_config(flags: Mapping[str, Any], environ: Mapping[str, str], path: Path | None) -> Config:
@@ -97,12 +100,20 @@ def load_config(flags: Mapping[str, Any], environ: Mapping[str, str], path: Path
     return loaded.config
 
 
+def read_state_dir(path: Path | None) -> Path | None:
+    """That of the file, for commands that need nothing else: variables of other keys may be missing, and values wrong."""
+    found = YamlFile(path or Path(DEFAULT_FILE), os.environ, rename_key, may_show, only="state_dir").values.get(
+        "state_dir"
+    )
+    return Path(str(found)) if found else None
+
+
 def load(flags: Mapping[str, Any], environ: Mapping[str, str], path: Path | None) -> Loaded:
     """The merged configuration with the origin of each value. Does not check for contradictions yet."""
     loaded = Loaded()
     file = path or (Path(DEFAULT_FILE) if Path(DEFAULT_FILE).exists() else None)
     if file is not None:
-        loaded.file = YamlFile(file, environ, rename_key)
+        loaded.file = YamlFile(file, environ, rename_key, may_show)
         loaded.secrets |= loaded.file.secrets
         _add(loaded, loaded.file.values, dict.fromkeys(loaded.file.values, ""))
     variables, names, wrong = _read_variables(environ)
@@ -180,6 +191,15 @@ def _secret(model: type[BaseModel], name: object) -> Setting | None:
     known = model.model_fields.get(name) if isinstance(name, str) else None
     found = setting_of(str(name), known) if known is not None else None
     return found if found is not None and found.secret else None
+
+
+def may_show(key: str) -> bool:
+    """Whether no setting with this name holds a secret, and there is one; or it is an adapter's name."""
+    name = rename_key((), key)
+    every: tuple[type[BaseModel], ...] = (Config, Transforms, *ENTRIES.values(), *TRANSFORMS.values())
+    models = [one for one in every if name in one.model_fields]
+    is_known = bool(models) or name in ("global", *ENTRIES)
+    return is_known and not is_secret_name(name) and not any(_secret(model, name) for model in models)
 
 
 def _given(values: Mapping[str, Any]) -> Iterator[tuple[KeyPath, Setting, Any]]:

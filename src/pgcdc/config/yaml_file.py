@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from pgcdc.config.excerpt import show_line
 from pgcdc.core.errors import ConfigError
 from pgcdc.core.secrets import expand
 from pgcdc.core.settings import KeyPath
@@ -22,6 +23,29 @@ _UNUSABLE = {
     "\0": ("there is a NUL character in the text", "Take it away"),  # no path, name or text of PostgreSQL can have one
     "[\ud800-\udfff]": ("there is half a character in the text", "Write the character itself"),
 }
+_WORDS = (
+    (
+        r"mapping values",
+        "a colon is not expected here",
+        "Quote a value that has `: ` in it; else look at the line above",
+    ),
+    (r"character '\\t'", "there is a tab", "Indent with spaces"),
+    (r"cannot start any token", "a value cannot begin with this character", "Quote the value"),
+    (r"<block end>", "this does not go on from the line above", "Indent it like its neighbours; quote a whole value"),
+    (
+        r"',' or ']'",
+        "the list that begins here does not end",
+        "Put commas between its items, and ] behind the last one",
+    ),
+    (
+        r"',' or '}'",
+        "the mapping that begins here does not end",
+        "Put commas between its keys, and } behind the last one",
+    ),
+    (r"end of stream", "the quoted text that begins here does not end", "Add the closing quote"),
+    (r"could not find expected ':'", "this is not `key: value`", "Add a colon and a blank behind the key"),
+)
+"""What PyYAML says, what that means, and what to do."""
 
 
 def name_key(path: KeyPath) -> str:
@@ -46,26 +70,46 @@ class YamlFile:
     """The content of a file. Raises ConfigError with file and line for anything it cannot read. `rename(path, key)`
     returns our name for a key below `path`."""
 
-    def __init__(self, path: Path, environ: Mapping[str, str], rename: Callable[[KeyPath, str], str]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        environ: Mapping[str, str],
+        rename: Callable[[KeyPath, str], str],
+        may_show: Callable[[str], bool],
+        *,
+        only: str = "",
+    ) -> None:
         self.path = path
         self.secrets: set[str] = set()  # Values of the variables that were replaced
         self._environ = environ
         self._rename = rename
-        self._lines: dict[KeyPath, int] = {}
+        self._may_show = may_show
+        self._marks: dict[KeyPath, tuple[int, int]] = {}  # Line and column, from 0
+        self._named: dict[str, tuple[int, int]] = {}  # The same, by what `place` said
+        self._text = ""
         self._count = 0
         self.raw = self._read()  # As written, with `${NAME}`: for messages and display
-        self.values: dict[str, Any] = self._expand(self.raw, ())
+        wanted = {key: one for key, one in self.raw.items() if only in ("", key)}
+        self.values: dict[str, Any] = self._expand(wanted, ())
 
     def place(self, path: KeyPath) -> str:
         """`pgcdc.yaml, line 3: adapters[1].path`, as exactly as the file allows."""
         known = path
-        while known and known not in self._lines:
+        while known and known not in self._marks:
             known = known[:-1]
-        return f"{self.path}, line {self._lines.get(known, 1)}: {name_key(path)}".removesuffix(": ")
+        mark = self._marks.get(known, (0, 0))
+        text = f"{self.path}, line {mark[0] + 1}: {name_key(path)}".removesuffix(": ")
+        self._named[text] = mark
+        return text
+
+    def excerpt(self, message: str) -> str:
+        """The line that a message is about, which begins with its place. Empty: there is none, or it may not be shown."""
+        places = [text for text in self._named if message.startswith(text)]
+        return show_line(self._text, *self._named[max(places, key=len)], self._may_show) if places else ""
 
     def _read(self) -> dict[str, Any]:
         try:
-            text = self.path.read_text(encoding="utf-8")
+            text = self._text = self.path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
             raise ConfigError(f"{self.path} cannot be read: {reason}", "Check --config") from None
@@ -76,11 +120,7 @@ class YamlFile:
         except RecursionError:
             raise ConfigError(f"{self.path} is nested too deeply", "Correct the file") from None
         except yaml.YAMLError as error:
-            mark = getattr(error, "problem_mark", None)
-            where = f"{self.path}, line {mark.line + 1}" if mark else str(self.path)
-            problem = getattr(error, "problem", None) or "not valid YAML"
-            problem = re.sub(r"'[^']{2,}'", "...", problem)  # the quoted part may be part of a password
-            raise ConfigError(f"{where}: {problem}", "Correct the file; quote texts with special characters") from None
+            raise self._explain(error) from None
         if not isinstance(raw, dict | None):
             advice = "See docs/configuration.md, or begin with: pgcdc config init"
             raise self._error(node, (), "the file must be a list of `key: value`", advice)
@@ -93,7 +133,7 @@ class YamlFile:
         if isinstance(node, yaml.MappingNode):
             return self._mapping(node, path)
         if isinstance(node, yaml.SequenceNode):
-            self._lines |= {(*path, number): item.start_mark.line + 1 for number, item in enumerate(node.value)}
+            self._marks |= {(*path, number): _mark(item) for number, item in enumerate(node.value)}
             return [self._value(item, (*path, number)) for number, item in enumerate(node.value)]
         if node.tag == _STRING:
             return node.value
@@ -118,7 +158,7 @@ class YamlFile:
         raw = {}
         for key, item in node.value:
             name = self._key(key, path)
-            self._lines[*path, name] = key.start_mark.line + 1
+            self._marks[*path, name] = _mark(key)
             raw[name] = self._value(item, (*path, name))
         return raw
 
@@ -145,5 +185,27 @@ class YamlFile:
 
     def _error(self, node: yaml.Node | None, path: KeyPath, message: str, advice: str) -> ConfigError:
         if node is not None:
-            self._lines[path] = node.start_mark.line + 1
-        return ConfigError(f"{self.place(path)}: {message}", advice)
+            self._marks[path] = _mark(node)
+        made = ConfigError(f"{self.place(path)}: {message}", advice)
+        made.excerpt = self.excerpt(made.message)
+        return made
+
+    def _explain(self, error: yaml.YAMLError) -> ConfigError:
+        """In words, at the place where what does not end begins."""
+        problem = str(getattr(error, "problem", None) or "not valid YAML")
+        mark, began = getattr(error, "problem_mark", None), getattr(error, "context_mark", None)
+        if began is not None and re.search("',' or|end of stream", problem):
+            mark = began
+        unclear = re.sub(r"'[^']{2,}'", "...", problem)  # it may be a part of a password
+        words = next((one[1:] for one in _WORDS if re.search(one[0], problem)), None)
+        message, advice = words or (unclear, "Correct the file; quote texts with special characters")
+        if mark is None:
+            return ConfigError(f"{self.path}: {message}", advice)
+        self._marks[()] = mark.line, mark.column
+        made = ConfigError(f"{self.place(())}: {message}", advice)
+        made.excerpt = self.excerpt(made.message)
+        return made
+
+
+def _mark(node: yaml.Node) -> tuple[int, int]:
+    return node.start_mark.line, node.start_mark.column

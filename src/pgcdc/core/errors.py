@@ -120,6 +120,7 @@ class ConfigError(PgcdcError):
     """A flag, variable or file is wrong. Raised before anything starts."""
 
     exit_code = 2
+    excerpt: str = ""  # The line of the file, with a caret below
 
 
 class ConfigErrors(ConfigError):

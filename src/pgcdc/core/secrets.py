@@ -82,9 +82,14 @@ def redact_text(text: str) -> str:
     return re.sub(r"(?i)\b((?:ssl)?password|passwd|secret|token)(\s*[=:]\s*)('[^']*'|[^\s&'\",]+)", r"\1\2***", text)
 
 
+def is_secret_name(key: str) -> bool:
+    """Whether a setting with this name may hold a secret."""
+    return _SECRET_KEY.search(key) is not None
+
+
 def describe_value(key: str, value: Any) -> str:
     """` (got ...)` for an error message. Empty for possible secrets; only the kind for long values."""
-    if _SECRET_KEY.search(key):
+    if is_secret_name(key):
         return ""
     if isinstance(value, Mapping):
         return " (got a mapping)"

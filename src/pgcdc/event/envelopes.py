@@ -33,6 +33,7 @@ from pgcdc.event.lines import (
     is_compiled,
     quote_json,
     render,
+    table_head,
     time_texts,
 )
 from pgcdc.event.shape import Family, ValueType, column_types
@@ -83,10 +84,7 @@ def render_cloudevents(frame: Frame, edit: Edit, step: Step, ids: pa.Array, posi
     )
     payloads = _pick(
         frame,
-        lambda shape, op: (
-            f',"datacontenttype":"application/json","data":{{"op":"{op}",'
-            f'"table":{quote_json(shape.name if shape.oid else None)},"row":'
-        ),
+        lambda shape, op: f',"datacontenttype":"application/json","data":{{"op":"{op}",{table_head(shape)}"row":',
     )
     times = _join(',"time":', time_texts(frame.commit_time))
     times = pc.if_else(pa.array(frame.is_alone), "", times) if frame.is_alone.any() else times

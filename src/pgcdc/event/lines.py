@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 
 from pgcdc.core.compiled import load_compiled
 from pgcdc.core.position import ORDINAL_BITS, Kind, Position
-from pgcdc.core.relation import OldKind, Op
+from pgcdc.core.relation import OldKind, Op, Relation
 from pgcdc.event.frame import I64, Edit, Frame, Replaced, dropped_columns
 
 U64 = npt.NDArray[np.uint64]
@@ -86,8 +86,13 @@ def event_fields(frame: Frame, edit: Edit, *, transaction: bool) -> dict[str, pa
 
 def _payload_head(frame: Frame, version: int, op: str) -> str:
     """The text from the start of the payload to the row."""
-    table = quote_json(frame.shapes[version].name if frame.shapes[version].oid else None)
-    return f'{{"op":"{op}","table":{table},"row":'
+    return f'{{"op":"{op}",{table_head(frame.shapes[version])}"row":'
+
+
+def table_head(shape: Relation) -> str:
+    """The table of a payload: schema and name, both null for what belongs to none."""
+    schema, table = (quote_json(name if shape.oid else None) for name in (shape.namespace, shape.name))
+    return f'"schema":{schema},"table":{table},'
 
 
 def by_shape_and_op(frame: Frame, write: Callable[[int, str], str]) -> tuple[pa.Array, npt.NDArray[np.int32]]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pgcdc.core.counters import CONFIG_RELOAD_ERRORS, CONFIG_RELOADS, counters
 from pgcdc.core.errors import ConfigError, PgcdcError, StateError
+from pgcdc.core.moment import show_time, stamped
 from pgcdc.core.state import StateDir, read_json, write_json_durably
 from pgcdc.run.settings import PipelineSettings
 from pgcdc.sink.spec import AdapterSpec
@@ -99,6 +100,7 @@ class Reloads:
         self._ends: dict[str, dict[str, Any]] = {}  # By command id; empty while pending
         self._done = self._refused = 0
         self._error: str | None = None
+        self._ended_at: str | None = None
 
     def ask(self) -> None:
         """Request a reload as soon as possible."""
@@ -122,12 +124,13 @@ class Reloads:
             self._done += 1
             self._error = None
             counters.add(CONFIG_RELOADS)
-            self._say(said)
+            self._say(stamped(said))
         except Exception as error:  # whatever happens, a wrong file must not stop a running pipeline
             self._refused += 1
             self._error = str(error) if isinstance(error, PgcdcError) else f"{type(error).__name__}: {error}"
             counters.add(CONFIG_RELOAD_ERRORS)
-            self._say(f"the configuration is not reloaded, the old one goes on: {self._error}")
+            self._say(stamped(f"the configuration is not reloaded, the old one goes on: {self._error}"))
+        self._ended_at = show_time()
         self._ends |= {name: {"refused": self._error} for name in waiting}
         return True
 
@@ -147,7 +150,8 @@ class Reloads:
 
     def status(self) -> dict[str, Any]:
         """The reloads, for `pgcdc status`."""
-        return {"reloads": self._done, "reload_errors": self._refused, "last_reload_error": self._error}
+        counts = {"reloads": self._done, "reload_errors": self._refused}
+        return {**counts, "last_reload_at": self._ended_at, "last_reload_error": self._error}
 
 
 def change_specs(specs: Sequence[AdapterSpec], own: Own) -> tuple[AdapterSpec, ...]:

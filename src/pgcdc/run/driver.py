@@ -28,7 +28,7 @@ from pgcdc.run.chains import Chains, Own, Reloads, as_many, change_specs, note_t
 from pgcdc.run.control import RunServer
 from pgcdc.run.letter_service import LetterService
 from pgcdc.run.member import Adapter
-from pgcdc.run.progress import SnapshotWatch, TableWatch, describe_stop
+from pgcdc.run.progress import Every, SnapshotWatch, TableWatch, describe_stop
 from pgcdc.run.settings import PipelineSettings, view_source
 from pgcdc.run.supervisor import STOP_TIMEOUT_S, Lanes
 from pgcdc.run.table_reloads import TableReloads
@@ -39,7 +39,7 @@ from pgcdc.sink.spec import AdapterSpec
 from pgcdc.source.protocol import Prepared, make_source
 from pgcdc.spark.options import parse_options, write_options
 from pgcdc.spark.quick import find_trouble, is_short
-from pgcdc.spark.session import check_java, check_running, end_idle_planners, start_session, stop_within
+from pgcdc.spark.session import check_java, check_running, end_idle_planners, explain_end, start_session, stop_within
 from pgcdc.spool.consumers import MAIN
 from pgcdc.transform.program import compile_chains
 
@@ -100,23 +100,26 @@ class Driver:
         self._adapters: list[Adapter] = []
         self._lanes: Lanes | None = None
         self._table_reloads: TableReloads | None = None
-        self._phase = "starting"
+        self._phase, self._since = "starting", time.time()
         self._last_error: dict[str, str] | None = None
 
     def drive(self) -> None:
         """The whole run. Raises the error that ended it."""
         lock = Lock(self.state.run_lock)
-        check_java()
         try:
+            check_java()
             self._prepare(lock)
             self._run()
-        except PgcdcError as error:
+        except StopNow:
+            self._say("stopped before anything was read")
+        except Exception as raised:
+            error = raised if isinstance(raised, PgcdcError) else explain_end(raised)
+            if error is None:
+                raise
             error.name_state_dir(self.state.path)
             self._last_error = error.to_json()
             self._enter("failed")
-            raise
-        except StopNow:
-            self._say("stopped before anything was read")
+            raise error from error.__cause__
         finally:
             self._close()
             lock.release()
@@ -149,6 +152,7 @@ class Driver:
             "pid": os.getpid(),
             "time": time.time(),
             "phase": self._phase,
+            "phase_since": self._since,
             "adapters": self._chains.names,
             "events": lanes.main.events if lanes else 0,
             "position": str(lanes.position) if lanes and lanes.position else None,
@@ -160,8 +164,11 @@ class Driver:
             "last_error": self._last_error or (lanes.last_error if lanes else None),
         }
 
+    def _note(self, phase: str) -> None:
+        self._phase, self._since = phase, self._since if phase == self._phase else time.time()
+
     def _enter(self, phase: str) -> None:
-        self._phase = phase
+        self._note(phase)
         if self._server is not None and self.state.path.exists():  # keep the status of a run that owns it
             write_json(self.state.run_status, self.status())
 
@@ -269,7 +276,7 @@ class Driver:
     def _stream(self) -> None:
         """Follow the lanes and acknowledge what Spark commits, until the lanes end or we stop."""
         assert self._spark is not None and self._lanes is not None and self._prepared is not None
-        assert self._table_reloads is not None
+        assert self._table_reloads is not None and self._link is not None
         self._enter("starting the query")
         self._table_reloads.follow()  # before a run that ends, because that waits for requested reloads
         self._lanes.start(self._spark)
@@ -279,16 +286,16 @@ class Driver:
             self.on_ready()
         if self._owns_spark:  # another session does not start with the archive
             make_archive_beside(self._say)
-        look_due, idle = 0.0, set[psutil.Process]()
+        is_due, idle = Every(PLANNERS_S), set[psutil.Process]()
         try:
             while not self._stop.is_set():
-                if self._owns_spark and self._spark is not None and time.monotonic() >= look_due:
+                if self._owns_spark and self._spark is not None and is_due():
                     end_idle_planners(self._spark, idle)
-                    look_due = time.monotonic() + PLANNERS_S
+                self._link.keep()
                 ended = self._lanes.step()
                 self._say_ordinary()
                 self.reloads.take(self.reload, self._chains.names)
-                self._phase = "streaming" if self._lanes.main.query is not None else "restarting the query"
+                self._note("streaming" if self._lanes.main.query is not None else "restarting the query")
                 self._tables.follow()
                 self._table_reloads.follow()
                 self._verify.follow(self._chains)

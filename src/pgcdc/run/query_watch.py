@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from pgcdc.core.errors import PgcdcError, Policy, SchemaChanged, SinkUnavailable, reconnect_delay_s
 from pgcdc.core.failpoint import hit
+from pgcdc.core.moment import stamped
 from pgcdc.core.position import Position
 from pgcdc.run.lane import Lane, LaneStopped
 from pgcdc.spark.session import explain_failure, stop_within
@@ -92,8 +93,7 @@ class QueryWatch:
         for member in members:
             member.last_error = error
         if self._is_main or self.failures == 1:
-            what = f"lane of adapter {members[0].name}" if members else "query"
-            self._lanes.say(f"{error.message}; starting the {what} again in {delay_s:.1f} s")
+            self._lanes.say(stamped(f"{error.message}; starting the {self._what} again in {delay_s:.1f} s"))
 
     def acknowledge(self) -> None:
         """Every member has made durable what Spark committed, so the capture may confirm it."""
@@ -121,10 +121,18 @@ class QueryWatch:
             self.recover(error)
 
     def _forget_error(self) -> None:
-        for member in self.lane.members() if self.error is not None else ():
+        if self.error is None:
+            return
+        for member in self.lane.members():
             if member.last_error is self.error:
                 member.last_error = None
         self.error = None
+        self._lanes.say(stamped(f"the {self._what} runs again"))
+
+    @property
+    def _what(self) -> str:
+        members = [] if self._is_main else self.lane.members()
+        return f"lane of adapter {members[0].name}" if members else "query"
 
     def _follow_schema(self, error: PgcdcError) -> bool:
         """When a typed query meets other columns, restart it there with the new ones; True if it may."""
@@ -139,5 +147,4 @@ class QueryWatch:
         return True
 
     def _explain(self, error: BaseException) -> PgcdcError:
-        assert self._lanes.spark is not None
-        return explain_failure(error, self.lane.error, self._lanes.link.last_status, self._lanes.spark)
+        return explain_failure(error, self.lane.error, self._lanes.link.last_status)

@@ -17,6 +17,7 @@ from pgcdc.capture.control import CaptureLink
 from pgcdc.core.counters import EVENTS_DROPPED, LANE_MOVES, counters
 from pgcdc.core.errors import PgcdcError
 from pgcdc.core.failpoint import hit
+from pgcdc.core.moment import stamped
 from pgcdc.core.position import Position
 from pgcdc.core.state import StateDir, read_json, write_json_durably
 from pgcdc.run.lane import Lane
@@ -135,7 +136,7 @@ class Moves:
         counters.add(LANE_MOVES, adapter=member.name, move="leave")
         error = error or member.sink.attempts.failing  # it is slow because it retries
         why = f"failed ({error.message if isinstance(error, PgcdcError) else error})" if error else "is slow"
-        self._say(f"adapter {member.name} {why}: moved to its own lane; the other adapters continue")
+        self._say(stamped(f"adapter {member.name} {why}: moved to its own lane; the other adapters continue"))
 
     # --- returning to main
 
@@ -173,7 +174,7 @@ class Moves:
                     self._abandon(lane)
                     member.rejoined_at = time.monotonic()
                     counters.add(LANE_MOVES, adapter=member.name, move="rejoin")
-                    self._say(f"adapter {member.name} has caught up and is back in the main lane")
+                    self._say(stamped(f"adapter {member.name} has caught up and is back in the main lane"))
                     return True
             left_s = deadline - time.monotonic()
             if left_s <= 0 or not lane.moved.wait(left_s):

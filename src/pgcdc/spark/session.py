@@ -210,6 +210,7 @@ def session(
     if not is_here:  # executors on other hosts must reach the driver: Spark knows its name
         del ours["spark.driver.host"], ours["spark.driver.bindAddress"]
     conf.setAll([*ours.items(), *((key.replace("__", "."), value) for key, value in extra.items())])
+    _silence_accumulators()
     before, has_jvm = {process.pid for process in _children()}, SparkContext._gateway is not None
     try:
         if log_file is not None and not has_jvm:
@@ -222,6 +223,15 @@ def session(
     if archive is not None and mapped and not has_jvm and (jvm := getattr(SparkContext._gateway, "proc", None)):
         archive.check_used(jvm.pid, say_once)
     return spark
+
+
+def _silence_accumulators() -> None:
+    """PySpark prints a traceback if the JVM ends while it is connected; what that means, we say."""
+    from pyspark import accumulators
+
+    for name in ("AccumulatorTCPServer", "AccumulatorUnixServer"):
+        if (server := getattr(accumulators, name, None)) is not None:
+            server.handle_error = lambda *_: None
 
 
 def find_archive() -> ClassArchive | None:
@@ -327,7 +337,6 @@ def explain_failure(
     error: BaseException,
     raised: BaseException | None,
     capture_status: Callable[[], dict[str, Any]],
-    spark: SparkSession,
 ) -> PgcdcError:
     """`error` is Spark's; `raised` is the error that the lane's own code raised in the batch, if any."""
     for one in (raised, error):
@@ -336,8 +345,8 @@ def explain_failure(
     failed = capture_status()
     if failed.get("phase") == "failed":
         return PgcdcError.from_json(failed["last_error"])
-    if _jvm_is_gone(error, spark):  # check before reading the error: its text may come from the JVM
-        return PgcdcError("the Spark JVM ended unexpectedly", "Start pgcdc again: nothing is lost")
+    if ended := explain_end(error):  # before reading the error: its text may come from the JVM
+        return ended
     return find_ours(str(error)) or QueryFailed(
         f"the Spark query failed: {headline(raised or error)}", "Start pgcdc again: nothing is lost"
     )
@@ -378,13 +387,17 @@ def headline(error: BaseException) -> str:
     return hide((telling or lines or [type(error).__name__])[0][:300])
 
 
-def _jvm_is_gone(error: BaseException, spark: SparkSession) -> bool:
-    from py4j.protocol import Py4JNetworkError
+def explain_end(error: BaseException) -> PgcdcError | None:
+    """What to say if an error is that the JVM is gone."""
+    from py4j.protocol import Py4JError, Py4JJavaError
+    from pyspark.core.context import SparkContext
 
-    process = getattr(spark.sparkContext._gateway, "proc", None)
+    process = getattr(SparkContext._gateway, "proc", None)
     if process is None:
-        return False
-    if isinstance(error, (ConnectionError, Py4JNetworkError)):  # its sockets close some time before the JVM is gone
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        return None
+    if isinstance(error, (ConnectionError, Py4JError)) and not isinstance(error, Py4JJavaError):
+        with contextlib.suppress(subprocess.TimeoutExpired):  # its sockets close some time before it is gone
             process.wait(10)
-    return process.poll() is not None
+    if process.poll() is None:
+        return None
+    return PgcdcError("the Spark JVM ended unexpectedly", "Start pgcdc again: nothing is lost")

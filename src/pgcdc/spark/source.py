@@ -179,7 +179,8 @@ class ChangeReader(StreamReader, SupportsTriggerAvailableNow):
             raise GapError(
                 f"the query has no checkpoint, but consumer {self._options.consumer!r} has acknowledged everything up to "
                 f"{format_lsn(ack.commit)}",
-                "Restore the query's checkpoint. To begin with what the slot still has, forget the consumer first: "
+                "If that was another query, give this one its own name: option('consumer', ...). Else restore the query's "
+                "checkpoint. To begin with what the slot still has, forget the consumer first: "
                 f"pgcdc consumer forget {self._options.consumer} --state-dir {self._options.state_dir} (rows that "
                 "were delivered do not come again then; with all rows: pgcdc resync --new-slot)",
             )

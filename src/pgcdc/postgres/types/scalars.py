@@ -172,8 +172,9 @@ class Moments(Scalar):
     def _limits(self) -> tuple[str, str]:
         if pa.types.is_date(self.arrow):
             return "0001-01-01", "9999-12-31"
-        zone = "" if self.arrow.tz is None else "+00"
-        return f"0001-01-01 00:00:00{zone}", f"9999-12-31 23:59:59.999999{zone}"
+        if self.arrow.tz is None:
+            return "0001-01-01 00:00:00", "9999-12-31 23:59:59.999999"
+        return "0001-01-03 00:00:00+00", "9999-12-31 00:00:00+00"  # collect() can write these in any zone's local time
 
     def _refuse(self, index: int, value: bytes) -> Rejected:
         return Rejected(index, f"{shorten(value)} is not a value of Spark's {spark_name(self.arrow)}")

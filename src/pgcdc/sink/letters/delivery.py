@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import groupby
 from typing import Any
@@ -152,12 +152,18 @@ class Tally:
     superseded: int = 0
     failed: int = 0
     error: str = ""  # Why the rest was not attempted
+    reasons: dict[str, int] = field(default_factory=dict)  # Who refused letters again and why; how many of them
+
+    def refuse(self, reason: str, count: int = 1) -> None:
+        self.reasons[reason] = self.reasons.get(reason, 0) + count
 
     def add(self, other: Tally) -> None:
         self.delivered += other.delivered
         self.superseded += other.superseded
         self.failed += other.failed
         self.error = self.error or other.error
+        for reason, count in other.reasons.items():
+            self.refuse(reason, count)
 
 
 def deliver_all(store: ReadableDeadLetters, query: Query, deliver: Callable[[str, list[DeadLetter]], Tally]) -> Tally:
@@ -236,6 +242,7 @@ def deliver_again(
                 letter = waiting.pop(one.position)
                 text = one.text if one.kind == letter.error_kind else f"{one.kind}: {one.text}"
                 store.mark([letter.id], FAILED, None, safe_error(text))
+                tally.refuse(safe_error(f"adapter {letter.adapter}: {one.kind}: {one.text}"))
             tally.failed += len(refused)
             continue
         hit("dlq.redelivered")
