@@ -218,7 +218,7 @@ def test_acknowledged_parts_that_cannot_be_shown_are_told(
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "rename", rename)
-        with pytest.raises(SinkError, match="acknowledged and not shown yet"):
+        with pytest.raises(SinkError, match="acknowledged parts that are not visible yet"):
             run(FolderSink(tmp_path / "other"), folder.acks).open(START)
     shutil.rmtree(folder.path)  # thrown away: nothing is owed there
     run(FolderSink(tmp_path / "other"), folder.acks).open(START)
@@ -229,12 +229,12 @@ def test_folder_has_one_owner(folder: FolderTarget, tmp_path: Path) -> None:
     with opened(folder) as sink:
         other = run(FolderSink(folder.path), tmp_path / "others")
         for call in (other.check, lambda: other.open(START)):
-            with pytest.raises(SinkError, match="the folder of another pipeline"):
+            with pytest.raises(SinkError, match="belongs to another pipeline"):
                 call()
         sink.write(batch(START, END))
     assert folder.lines() == WHOLE
     (folder.path / "_pgcdc" / "owner").write_text("another")
-    with pytest.raises(SinkError, match="the folder of another pipeline"), opened(folder):
+    with pytest.raises(SinkError, match="belongs to another pipeline"), opened(folder):
         pass
 
 
@@ -244,7 +244,7 @@ def test_folder_in_which_nothing_was_written_is_free_again(folder: FolderTarget,
         pass
     other = run(FolderSink(folder.path), tmp_path / "others")
     other.open(START)
-    with pytest.raises(SinkError, match="the folder of another pipeline"), opened(folder):
+    with pytest.raises(SinkError, match="belongs to another pipeline"), opened(folder):
         pass
     other.close()
     with opened(folder) as sink:

@@ -51,8 +51,8 @@ def slots(database: Database) -> list[str]:
 
 
 CONFIG_CASES = {
-    "no database": ([], {}, "no database is given"),
-    "no tables": (["--db", "postgres://127.0.0.1/x"], {}, "which tables"),
+    "no database": ([], {}, "no database is set"),
+    "no tables": (["--db", "postgres://127.0.0.1/x"], {}, "no tables are selected"),
     "unknown detector": (["--detector", "magic"], {}, "--detector"),
     "unknown adapter": (["--adapter", "carrier-pigeon"], {}, "--adapter"),
     "file without path": (["--db", "postgres://127.0.0.1/x", "--adapter", "file", "--all-tables"], {}, "--file-path"),
@@ -65,14 +65,14 @@ CONFIG_CASES = {
     "snapshot of a temporary slot": (
         ["--db", "postgres://127.0.0.1/x", "--all-tables", "--temporary-slot", "--snapshot-first"],
         {},
-        "needs a slot that stays",
+        "needs a persistent slot",
     ),
     "snapshot of an old slot": (
         ["--db", "postgres://127.0.0.1/x", "--all-tables", "--start-from", "slot", "--snapshot-mode", "always"],
         {},
-        "is for a new slot",
+        "needs a new slot",
     ),
-    "two modes": (["--snapshot-first", "--snapshot-mode", "never"], {}, "--snapshot-first does not go with"),
+    "two modes": (["--snapshot-first", "--snapshot-mode", "never"], {}, "--snapshot-first cannot be combined with"),
     "hold limit": (["--snapshot-hold-limit", "soon"], {}, "--snapshot-hold-limit"),
     "spool limit": (["--spool-limit", "lots"], {}, "--spool-limit"),
     "variable": ([], {"PGCDC_MAX_BATCH_ROWS": "many"}, "PGCDC_MAX_BATCH_ROWS"),

@@ -192,7 +192,7 @@ def test_publication_of_the_user_that_has_the_table_is_refused(database: Databas
     database.execute("CREATE TABLE t (id int PRIMARY KEY); CREATE PUBLICATION few FOR TABLE t")
     database.execute("CREATE PUBLICATION every FOR ALL TABLES; CREATE PUBLICATION schema FOR TABLES IN SCHEMA public")
     check_not_captured(config(database, publication="few"))
-    with pytest.raises(ConfigError, match="each dead letter would be an event") as caught:
+    with pytest.raises(ConfigError, match="each dead letter would become an event") as caught:
         check_not_captured(config(database, publication="every"))
     assert caught.value.advice
     check_not_captured(config(database, publication="every", dlq="file"))

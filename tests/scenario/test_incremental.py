@@ -207,7 +207,7 @@ def test_what_cannot_be_read_is_refused_at_once(database: Database, query: Backf
             query.add("t", where=condition)
     with pytest.raises(ConfigError, match="no snapshot 'abc'"):
         query.ask(action="pause", id="abc")
-    with pytest.raises(ConfigError, match="cannot be done"):
+    with pytest.raises(ConfigError, match="unknown snapshot action"):
         query.ask(action="explode")
     assert query.states() == {} and len(contents(database, "t", ["id"])) == 10
 

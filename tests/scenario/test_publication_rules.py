@@ -83,8 +83,8 @@ def test_changed_rules_are_altered_by_us_said_and_no_gap(shop: Database, tmp_pat
     assert shop.query("SELECT array_agg(oid ORDER BY oid) FROM pg_publication_rel") == before
     changed = prepare(source.but(row_filters=("orders=id > 20",), columns=("items=id",)))
     assert sorted(changed.changed) == [
-        "the row filter or columns of table items were changed",
-        "the row filter or columns of table orders were changed",
+        "the row filter or columns of table items changed",
+        "the row filter or columns of table orders changed",
     ]
     assert members(shop, name)["orders"][1] == "(id > 20)" and members(shop, name)["items"][0] == ["id"]
     assert prepare(source.but(row_filters=())).changed and members(shop, name)["orders"][1] is None
@@ -203,14 +203,14 @@ def test_generated_columns_are_published_on_request(database: Database, tmp_path
 
 
 def test_older_servers_refuse_in_words(tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match="need PostgreSQL 15, and this is 14"):
+    with pytest.raises(SourceError, match="need PostgreSQL 15, but this is 14"):
         check_version(140010, has_rules=True, generated_columns=False)
     check_version(140010, has_rules=False, generated_columns=False)
     with EmbeddedPostgres.temporary(version=16, settings={"fsync": "off"}) as server:
         database = Database("postgres", server.url(), server)
         database.execute("CREATE TABLE t (id int PRIMARY KEY, v text)")
         source = options(database, tmp_path, tables=("t",))
-        with pytest.raises(SourceError, match="since PostgreSQL 18, and this is 16"):
+        with pytest.raises(SourceError, match="since PostgreSQL 18, but this is 16"):
             prepare(source.but(generated_columns=True))
         assert database.query("SELECT 1 FROM pg_publication") == []
         name = prepare(source.but(row_filters=("t=id > 1",))).names[0]

@@ -124,7 +124,7 @@ def test_a_target_that_lacks_it_is_named_with_its_error(start: Callable[..., Run
     run.seen.tell("bad", "")  # in its own lane it gets there as well
     sentinel.wait(30)
     assert run.seen.keys("bad") == keys
-    with pytest.raises(ConfigError, match=r"there is no adapter 'nobody'.*good, bad"):
+    with pytest.raises(ConfigError, match=r"adapter 'nobody' does not exist.*good, bad"):
         run.sentinel(["nobody"])
 
 

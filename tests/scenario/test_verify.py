@@ -247,7 +247,7 @@ def test_what_cannot_be_compared_is_said_and_counted(postgres: EmbeddedPostgres,
         reasons = {one.adapter: one.reason for one in report.tables}
         assert report.exit_code == 3 and report.left_out == ["adapter noop (type noop) cannot be read back"]
         assert reasons["mirror"] == ""
-        assert "a filter leaves out operations" in reasons["inserts"] and "another form" in reasons["boxed"]
+        assert "a filter removes operations" in reasons["inserts"] and "another form" in reasons["boxed"]
         flow.chains = flow.chains.having([replace(flow.chains.specs[0], transforms=(sql,))])
         assert "only Spark can run it" in flow.verify().tables[0].reason
 

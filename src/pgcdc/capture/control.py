@@ -238,7 +238,7 @@ def ask_or_do(
             finally:
                 lock.release()
         time.sleep(0.02)
-    raise StateError("the capture process is starting and does not answer", "Try again when it runs")
+    raise StateError("the capture process is starting and does not answer", "Try again in a moment")
 
 
 def ensure_capture(spec: CaptureSpec, *, is_restart: bool) -> ControlClient:
@@ -251,7 +251,7 @@ def ensure_capture(spec: CaptureSpec, *, is_restart: bool) -> ControlClient:
         if holder is None:
             _raise_failure(state, started)
             if not is_alive(spec.watch_pid):  # it would end at once, again and again
-                raise SourceError(f"the driver (process {spec.watch_pid}) is gone: nothing is captured for it any more")
+                raise SourceError(f"the driver (process {spec.watch_pid}) has ended, so its capture ended too")
             started = _start(spec.but(is_restart=is_restart), state)
         elif "address" in holder:
             with contextlib.suppress(CaptureGone):

@@ -78,7 +78,7 @@ class CaptureProcess:
             if self._server.has_clients:
                 alone_since = now
             elif now - alone_since > LINGER_S:
-                logger.info("nobody has been connected for %.0f s: ending", LINGER_S)
+                logger.info("no query was connected for %.0f s: the capture ends", LINGER_S)
                 break
             try:
                 if not self._stream.is_connected and now >= self._reconnect_at:
@@ -124,7 +124,7 @@ class CaptureProcess:
 
     def _should_end(self) -> bool:
         if not self._stopping and not is_alive(self._spec.watch_pid):
-            logger.info("the driver is gone: ending")
+            logger.info("the driver has ended: the capture ends too")
             self._stopping = True
         return self._stopping
 
@@ -144,7 +144,7 @@ class CaptureProcess:
         delay_s = reconnect_delay_s(self._failed_attempts)
         if not self._failed_attempts:
             counters.add(CONNECTIONS_LOST)
-            self._server.push({"say": [f"{error.message}; connecting again"]})
+            self._server.push({"say": [f"{error.message}; reconnecting"]})
         self._failed_attempts += 1
         self._reconnect_at = time.monotonic() + delay_s
         self._phase, self._last_error = "reconnecting", error.to_json()

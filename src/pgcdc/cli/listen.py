@@ -55,7 +55,7 @@ def _stop_on_signals(pipeline: Pipeline) -> None:
         seen += 1
         if seen > 1:
             _end_at_once(128 + number)
-        say("stopping after this batch (a second signal ends at once)")
+        say("stopping after this batch (a second signal stops at once)")
         pipeline.stop()
         if pipeline.is_starting:
             raise StopNow

@@ -12,6 +12,7 @@ from typing import Any
 import typer
 
 from pgcdc.core.errors import ConfigError, ConfigErrors, PgcdcError
+from pgcdc.core.wording import counted
 
 INTERRUPTED = 130
 LINE_INTERVAL_S = 10.0
@@ -124,7 +125,7 @@ class CopyProgress:
             self._bars.draw(table, rows, 0 if is_complete else estimated_rows, text)
         elif is_complete:
             took = describe_seconds(seconds) if seconds >= 1 else "less than 1 s"
-            say(f"table {table}: {rows:,} row{'s' if rows != 1 else ''}, complete in {took}")
+            say(f"table {table}: {counted(rows, 'row')} read in {took}")
         elif rows and now >= self._due:
             self._due = now + self._interval_s
             say(f"table {table}: {text}")
@@ -172,7 +173,7 @@ def describe_rows(rows: int, estimated_rows: int, seconds: float) -> str:
     """`120,000 of about 1,000,000 rows (12 %), 60,000 rows/s, 15 s left`; an estimate that was passed is not shown."""
     rate = rows / seconds if seconds > 0 else 0.0
     if rows >= estimated_rows:
-        return f"{rows:,} rows, {rate:,.0f} rows/s"
+        return f"{counted(rows, 'row')}, {rate:,.0f} rows/s"
     left = describe_seconds((estimated_rows - rows) / rate) if rate else "-"
     percent = 100 * rows // estimated_rows
     return f"{rows:,} of about {estimated_rows:,} rows ({percent} %), {rate:,.0f} rows/s, {left} left"
@@ -183,13 +184,14 @@ def describe_snapshot(status: dict[str, Any]) -> str:
     tables = status.get("tables", [])
     if status["status"] == "complete":
         moved = [one["table"] for one in tables if one["status"] == "moved"]
-        text = f"initial snapshot: {status['rows']:,} rows of {len(tables)} tables in {status['seconds']:.1f} s"
-        return f"{text}; the rest of {', '.join(moved)} is read while changes come" if moved else text
+        rows = f"{counted(status['rows'], 'row')} of {counted(len(tables), 'table')}"
+        text = f"initial snapshot: {rows} read in {status['seconds']:.1f} s"
+        return f"{text}; the rest of {', '.join(moved)} is read beside the stream" if moved else text
     if status["status"] == "planning":
-        return "initial snapshot: it is planned"
+        return "initial snapshot: planning"
     ended = sum(one["status"] not in ("reading", "waiting") for one in tables)
     reading = [_describe_table(one) for one in tables if one["status"] == "reading"]
-    return "; ".join([f"initial snapshot: {ended} of {len(tables)} tables are complete", *reading])
+    return "; ".join([f"initial snapshot: {ended} of {counted(len(tables), 'table')} read", *reading])
 
 
 def _describe_table(one: dict[str, Any]) -> str:

@@ -93,7 +93,7 @@ class QueryWatch:
             member.last_error = error
         if self._is_main or self.failures == 1:
             what = f"lane of adapter {members[0].name}" if members else "query"
-            self._lanes.say(f"{error.message}; starting the {what} again in {delay_s:.1f} s")
+            self._lanes.say(f"{error.message}; restarting the {what} in {delay_s:.1f} s")
 
     def acknowledge(self) -> None:
         """Every member has made durable what Spark committed: the capture may confirm it."""
@@ -135,7 +135,7 @@ class QueryWatch:
         self._schema_place = self.lane.place
         self._lanes.acknowledge()
         what = error.message.partition(f". {LOAD_AGAIN}")[0]
-        self._lanes.say(f"{what}; the query starts again there, with these columns")
+        self._lanes.say(f"{what}; the query restarts there with these columns")
         return True
 
     def _explain(self, error: BaseException) -> PgcdcError:

@@ -16,6 +16,7 @@ from pgcdc.core.errors import PgcdcError
 from pgcdc.core.failpoint import hit
 from pgcdc.core.position import Position
 from pgcdc.core.state import StateDir, read_json, write_json_durably
+from pgcdc.core.wording import counted
 from pgcdc.run.lane import Lane
 from pgcdc.run.member import Adapter, Member, left_out, may_pass
 from pgcdc.run.roster import Membership, Roster
@@ -228,7 +229,10 @@ class Moves:
         self._open_lane(name)
         counters.add(EVENTS_DROPPED, dropped, adapter=member.name)
         counters.add(LANE_MOVES, adapter=member.name, move="skip")
-        self._say(f"adapter {member.name} is too far behind: {dropped:,} events after {reached} up to {to} are dropped")
+        self._say(
+            f"adapter {member.name} is too far behind: {counted(dropped, 'event')} after {reached} up to {to} were "
+            "dropped (--bus-mode fast)"
+        )
 
     # --- while it runs
 
@@ -238,8 +242,8 @@ class Moves:
         before = self._removed.get(adapter.name)
         if before is not None and before.is_busy:
             raise PgcdcError(
-                f"adapter {adapter.name} is still at a write from before it was removed",
-                "Try again when that has ended",
+                f"adapter {adapter.name} has not finished a write from before it was removed",
+                "Try again when it has ended",
             )
         self._removed.pop(adapter.name, None)
         start = self.main.next_start
@@ -259,7 +263,7 @@ class Moves:
                 self.remove(adapter.name, 0)
                 raise
             member.last_error = error  # who watches tries again
-        self._say(f"adapter {adapter.name} is added")
+        self._say(f"adapter {adapter.name} was added")
 
     def remove(self, name: str, timeout_s: float) -> None:
         """Stop delivering to this adapter; its ack stays."""
@@ -270,7 +274,7 @@ class Moves:
         member.sink.stop()  # nobody waits for it
         if member.is_busy:
             self._removed[name] = member
-        self._say(f"adapter {name} is removed")
+        self._say(f"adapter {name} was removed")
 
     def _take_out(self, name: str, timeout_s: float) -> bool:
         """Take it out of its lane; False: a batch that was waited for has moved it to another."""

@@ -159,8 +159,8 @@ class Runner:
             part = part.without(self._redelivered)  # what an earlier try delivered
             if len(part) and self._is_untouched:
                 raise SinkError(
-                    f"adapter {self.name} has written nothing to this target: which of these events are superseded is known "
-                    "where they were refused",
+                    f"adapter {self.name} has written nothing to this target, so it is unknown which of these "
+                    "events are superseded",
                     "Deliver them to the adapter's own target",
                 )
             if len(part):
@@ -241,9 +241,10 @@ class Runner:
         if self.sink.keeps_position and known is not None and (said is None or said < known):
             where = f"is at {said}" if said is not None else "has no position"
             raise SinkError(
-                f"the target of adapter {self.name} {where}, but everything up to {known} was written to it: the record was "
-                "deleted, it was made with other options, or an older state of the target was restored",
-                "Restore a newer state; or deliver all of it once more: pgcdc resync --new-slot --truncate",
+                f"the target of adapter {self.name} {where}, but everything up to {known} was written to it. "
+                "The record was deleted or made with other options, or an older state of the target was "
+                "restored",
+                "Restore a newer state, or deliver everything again: pgcdc resync --new-slot --truncate",
             )
         reached = max(said or begin, begin)
         if progress.position != reached or progress.written != said or progress.is_rewound:
@@ -316,7 +317,7 @@ class Runner:
                 self.holds.add(held)
                 counters.add(TABLE_RELOADS, len(held), adapter=self.name)
                 for one in held.values():
-                    self._say(f"table {one.table}: {one.reason}. It is read again, and its copy replaced")
+                    self._say(f"table {one.table}: {one.reason}. It is read again and its copy replaced")
                 batch = self.holds.take(batch)
 
     def _check_reload(self, error: ReloadNeeded) -> None:

@@ -40,14 +40,14 @@ def folders() -> Iterator[Path]:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not is_safe(folder):
-                say_once(f"no class archive in {folder}: other users may write there. Change its owner or mode")
+                say_once(f"class archive {folder} is not used: other users may write there. Change its owner or mode")
             elif os.access(folder, os.W_OK) or any(folder.glob("classes-*.jsa")):
                 yield folder
             else:
                 raise PermissionError(errno.EACCES, "it is not writable")
         except OSError as error:
             if said != "off":
-                say_once(f"no class archive in {folder}: {error.strerror}")
+                say_once(f"class archive {folder} is not used: {error.strerror}")
 
 
 def is_safe(path: Path) -> bool:
@@ -127,7 +127,7 @@ class ClassArchive:
         if self.is_whole:
             return f' "-XX:SharedArchiveFile={self.file}" -Xshare:auto -Xlog:cds=off -Xlog:cds+dynamic=off'
         if os.path.exists(self.file):
-            say(f"the class archive {self.file} is not as it was made: Spark starts without it, and it is made again")
+            say(f"the class archive {self.file} has changed: Spark starts without it, and it is created again")
             self.remove()
         return ""
 
@@ -137,7 +137,7 @@ class ClassArchive:
         with contextlib.suppress(OSError):
             asked, maps = (Path(PROC, str(jvm), one).read_text(errors="replace") for one in ("cmdline", "maps"))
             if self.file.name in asked and self.file.name not in maps:
-                say(f"Java refused the class archive {self.file}: it is made again, once a day at most")
+                say(f"Java refused the class archive {self.file}: it is created again, at most once a day")
                 self.fail("Java refused it", self.file.stat().st_mtime)
 
     def take(self, made: Path) -> None:
