@@ -1,4 +1,4 @@
-"""Every text for people in the source of pgcdc, gathered from its syntax trees. `python tests/said_lines.py [FOLDER]` prints them."""
+"""Every text for people in pgcdc, gathered from its syntax trees. `python tests/said_lines.py [FOLDER]` prints them."""
 
 from __future__ import annotations
 

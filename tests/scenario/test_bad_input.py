@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -22,8 +23,8 @@ def refused(folder: Path, *flags: str, env: dict[str, str] | None = None) -> str
     before = {path for path in folder.rglob("*")}
     result = listen(folder, *flags, env=env)
     assert result.returncode == 2, result.stderr
-    lines = [line for line in result.stderr.splitlines() if not line.startswith("pgcdc: ")]
-    assert lines and all(line.startswith("error: ") for line in lines), result.stderr
+    lines = [line for line in result.stderr.splitlines() if "pgcdc: " not in line]
+    assert lines and all(re.match(r"([\d-]{10} [\d:]{8} )?error: ", line) for line in lines), result.stderr
     assert "Traceback" not in result.stderr
     assert result.stdout == ""
     assert {path for path in folder.rglob("*")} == before, "no state directory, no half file"

@@ -16,10 +16,11 @@ from typing import Annotated, Any
 import typer
 
 from pgcdc.cli.flags import CONFIG_OPTION, SettingsCommand, given_flags
-from pgcdc.cli.report import exit_on_error, say
+from pgcdc.cli.report import exit_on_error
 from pgcdc.config.documents import effective, json_schema, show_yaml, write_template
 from pgcdc.config.layers import load
 from pgcdc.core.errors import ConfigError, PgcdcError, StateError
+from pgcdc.core.log import say
 from pgcdc.core.state import Lock, StateDir
 from pgcdc.core.wording import counted
 from pgcdc.run.settings import PipelineSettings, view_source

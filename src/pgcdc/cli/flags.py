@@ -13,7 +13,8 @@ from typer.core import TyperCommand
 CONFIG_OPTION = typer.Option(help="Configuration file. (default: pgcdc.yaml, if it exists)")
 EPILOG = (
     "Every adapter also accepts these delivery settings: --ADAPTER-timeout, -max-retries, -backoff-base, -backoff-cap, "
-    "-cb-max-failures, -cb-reset, -rate-limit and -rate-limit-burst. See docs/configuration.md."
+    "-cb-max-failures, -cb-reset, -rate-limit, -rate-limit-burst, -on-exhausted, -on-drift and -dead-letter-limit. "
+    "See docs/configuration.md."
 )
 
 TWO_WAY = ("streaming",)  # Switches that are neither on nor off by default

@@ -11,16 +11,12 @@ from typing import Any
 
 import typer
 
-from pgcdc.core.errors import ConfigError, ConfigErrors, PgcdcError
+from pgcdc.core.errors import ConfigError, PgcdcError
+from pgcdc.core.log import is_json, say, say_error
 from pgcdc.core.wording import counted
 
 INTERRUPTED = 130
 LINE_INTERVAL_S = 10.0
-
-
-def say(text: str) -> None:
-    """A line for people, on stderr."""
-    print(f"pgcdc: {text}", file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -32,8 +28,7 @@ def exit_on_error() -> Iterator[None]:
     try:
         yield
     except PgcdcError as error:
-        for one in (isinstance(error, ConfigErrors) and error.errors) or (error,):
-            typer.echo(" ".join(f"error: {one}".split()), err=True)  # what happened, what to do: in one line
+        say_error(error)
         raise typer.Exit(error.exit_code) from None
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
@@ -85,6 +80,10 @@ def show(value: object) -> str:
 # --- progress of reading tables: bars on a terminal, otherwise a line now and then; always on stderr
 
 
+def has_bars() -> bool:
+    return sys.stderr.isatty() and not is_json()
+
+
 class Bars:
     def __init__(self) -> None:
         from rich.console import Console
@@ -111,7 +110,7 @@ class CopyProgress:
 
     def __init__(self, interval_s: float = LINE_INTERVAL_S, *, live: bool | None = None) -> None:
         self._interval_s = interval_s
-        self._bars = Bars() if (sys.stderr.isatty() if live is None else live) else None
+        self._bars = Bars() if (has_bars() if live is None else live) else None
         self._table = ""
         self._began = self._due = 0.0
 

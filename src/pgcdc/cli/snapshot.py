@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pgcdc.cli.flags import CONFIG_OPTION, SettingsCommand, given_flags
-from pgcdc.cli.report import drop_output, exit_on_error, print_table, say
+from pgcdc.cli.report import drop_output, exit_on_error, print_table
 from pgcdc.core.errors import ConfigError, PgcdcError, SinkError
+from pgcdc.core.log import begin_log, say
 from pgcdc.core.state import Lock, StateDir
 from pgcdc.core.wording import counted
 
@@ -153,6 +154,7 @@ def _copy(settings: Config, wanted: Wanted, to: str, partitions: int | None, typ
     specs, transforms = choose_specs(settings, None), settings.global_transforms
     keep_secrets([settings.db, settings.dlq_db], specs, transforms)
     signal.signal(signal.SIGTERM, _end)
+    begin_log(settings.log_format)
     progress = CopyProgress()
     try:
         if to:

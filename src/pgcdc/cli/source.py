@@ -9,8 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from pgcdc.cli.report import confirm, exit_on_error, print_table, say, show
+from pgcdc.cli.report import confirm, exit_on_error, print_table, show
 from pgcdc.core.errors import ConfigError, SourceError, StateError
+from pgcdc.core.log import say
 from pgcdc.core.state import Lock, StateDir
 from pgcdc.postgres.database import Connection, connect
 from pgcdc.postgres.lsn import format_lsn
@@ -200,7 +201,7 @@ def resync(
         if not yes and not one.note:
             confirm("Continue?", "nothing was changed: a resync needs confirmation")
         one.run()
-    say("Done. Start pgcdc listen as before: it repairs the targets")
+    say("done. Start pgcdc listen as before: it repairs the targets")
 
 
 def _replace(db: str, state: StateDir, tables: list[str], adapters: list[str], yes: bool) -> None:
@@ -221,4 +222,4 @@ def _replace(db: str, state: StateDir, tables: list[str], adapters: list[str], y
     hold_tables(state, wanted, adapters)
     is_running = Lock.holder(state.run_lock) is not None
     when = "requested: pgcdc sentinel --wait returns when the copies are complete"
-    say(when if is_running else "Done. Start pgcdc listen as before: it replaces them")
+    say(when if is_running else "done. Start pgcdc listen as before: it replaces them")

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pgcdc.cli.flags import CONFIG_OPTION, SettingsCommand, given_flags
-from pgcdc.cli.report import exit_on_error, print_table, say
+from pgcdc.cli.report import exit_on_error, print_table
 from pgcdc.core.errors import ConfigError, PgcdcError
+from pgcdc.core.log import begin_log, say
 from pgcdc.core.wording import counted
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ def verify(
 
         loaded = _load(given_flags(ctx), config, adapter or [])
         settings = loaded.config
+        begin_log(settings.log_format)
         chains = Chains(choose_specs(settings, None), settings.global_transforms, is_typed=settings.table is not None)
         check_adapters(chains.specs)
         keep_secrets([settings.db, settings.dlq_db], chains.specs, chains.transforms)

@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from pgcdc.capture.control import CaptureOptions
+from pgcdc.core.log import Format
 from pgcdc.core.relation import Relation
 from pgcdc.core.settings import Options, Seconds, setting
 from pgcdc.core.state import StateDir
@@ -51,6 +52,7 @@ class PipelineSettings(
         VerifySettings(), "The same as a mapping, with a rate: {every: 6h, rate: 5000}.", RUNNING, flag=None,
         example="{every: 6h}",
     )  # fmt: skip
+    log_format: Format = setting("text", "Lines on stderr: text with the time, or json, one object per line.", RUNNING)
     warm_up: bool = setting(True, "Warm up Spark before reporting ready; --once does not.", RUNNING)
 
     @property

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -31,6 +30,7 @@ from pgcdc.core.errors import (
     sentences,
 )
 from pgcdc.core.failpoint import hit
+from pgcdc.core.log import say
 from pgcdc.core.position import Position
 from pgcdc.core.relation import ShapeHistory
 from pgcdc.core.state import StateDir
@@ -52,7 +52,7 @@ SAVE_INTERVAL_S = 0.2  # How often the ack follows deliveries in the middle of a
 
 def tell(adapter: str, text: str) -> None:
     """One line for the person at the terminal, or for the log of the service."""
-    print(f"pgcdc: adapter {adapter}: {text}", file=sys.stderr, flush=True)
+    say(text, adapter=adapter)
 
 
 class Runner:

@@ -9,7 +9,6 @@ import errno
 import functools
 import json
 import os
-import sys
 import tempfile
 import time
 import zlib
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from pgcdc.core.errors import PgcdcError
+from pgcdc.core.log import say
 from pgcdc.core.state import write_json
 
 KEPT = 2  # Archives, of 160 MB each: two installations may take turns
@@ -58,7 +58,7 @@ def is_safe(path: Path) -> bool:
 
 @functools.cache
 def say_once(text: str) -> None:
-    print(f"pgcdc: {text}", file=sys.stderr, flush=True)
+    say(text)
 
 
 @dataclass(frozen=True, slots=True)
