@@ -113,7 +113,7 @@ def test_output_for_machines_and_for_programs_that_read_on(database: Database) -
         (["--table", "orderz"], "error: table orderz does not exist. Did you mean orders?"),
         (["--table", "elsewhere.orders"], "error: table elsewhere.orders does not exist. Did you mean orders?"),
         (["--table", "nothing.like_it"], "error: table nothing.like_it does not exist. Check --table: write table or"),
-        (["--table", "seen"], "error: seen is a view: its changes cannot be captured. Remove it from --table"),
+        (["--table", "seen"], "error: seen is a view, so its changes cannot be captured. Remove it from --table"),
         (["--table", "a b"], "error: 'a b' is not a table name."),
         ([], "error: no table is named. Use --table NAME"),
         (["--table", "orders", "--format", "xml"], "error: unknown --format xml. Use table or json"),

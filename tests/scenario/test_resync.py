@@ -230,7 +230,7 @@ def test_kills_at_one_step_after_the_other_end_well(delivery: Delivery, database
 def test_a_slot_that_was_moved_is_lost_one_that_works_is_not_and_another_server_needs_to_be_meant(
     delivery: Delivery, database: Database
 ) -> None:
-    with pytest.raises(ConfigError, match="nothing is lost"):
+    with pytest.raises(ConfigError, match="no changes are lost"):
         resync(delivery)
     refused = run_command(delivery, "--new-slot")
     assert refused.returncode == 2 and "nothing was changed: a resync needs confirmation" in refused.stderr
@@ -294,7 +294,7 @@ def test_what_is_wrong_is_refused_before_anything_is_thrown_away(delivery: Deliv
     before = set(delivery.state.path.rglob("*"))
     whole = delivery.output.read_bytes()
     delivery.output.write_bytes(b"nothing\n" + whole)
-    with pytest.raises(SinkError, match="line 1 is not an event"):
+    with pytest.raises(SinkError, match="line 1 differs from what was written"):
         resync(delivery)
     delivery.output.unlink()
     with pytest.raises(SinkError, match="is gone"):
@@ -386,7 +386,7 @@ def test_lines_of_another_form_are_not_read_back(delivery: Delivery, database: D
     with pytest.raises(SinkError, match=r"line 2 differs from what was written.*use --truncate"):
         resync(delivery)
     delivery.output.write_bytes(line + whole)
-    assert "lines of another form cannot be read back" in "\n".join(resync(delivery))
+    assert "lines in another form cannot be read back" in "\n".join(resync(delivery))
     assert vanished(delivery) == {}
 
 
