@@ -203,10 +203,10 @@ def test_a_value_without_a_place_is_named_with_its_key(database: Database) -> No
         (lambda url: open_reader(url, "a_view"), "a_view is a view"),
         (lambda url: open_reader(url, "t", "id string"), "the schema has id string, but in table t it is int"),
         (lambda url: open_reader(url, "t", slot="s"), "option slot is for spark.readStream, not for spark.read"),
-        (lambda url: open_reader(url, "t", partitions="0"), "option partitions is '0'. Give a number"),
+        (lambda url: open_reader(url, "t", partitions="0"), "option partitions is '0'. Set it to a number"),
         (
             lambda url: open_reader(url, "t", snapshot_keep="-1"),
-            "option snapshot_keep is '-1'. Give a time",
+            "option snapshot_keep is '-1'. Set it to a time",
         ),
         (lambda url: ChangeSource({"table": "t", "where": "x"}).streamReader(StructType()), "where is for spark.read,"),
     ],

@@ -343,7 +343,7 @@ class Test_a_gap_is_never_crossed:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            ({"system": "1"}, "another one"),
+            ({"system": "1"}, "another server"),
             ({"details": {"timeline": 9}}, "timeline"),
             ({"database": "elsewhere"}, "database"),
         ],

@@ -232,5 +232,5 @@ def test_store_that_cannot_be_written_is_found_at_the_start_and_nothing_is_made(
         assert not (tmp_path / "state").exists()
         assert database.query("SELECT count(*) FROM pg_replication_slots WHERE database = current_database()") == [(0,)]
         assert database.query("SELECT count(*) FROM pg_publication") == [(0,)]
-        with pytest.raises(PgcdcError, match="does not run"):
+        with pytest.raises(PgcdcError, match="is not running"):
             pipeline.replay()

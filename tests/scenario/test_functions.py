@@ -198,7 +198,7 @@ def test_current_state_compares_maps_and_refuses_variants(spark: SparkSession) -
     ]
     df = to_frame(spark, rows, columns, zset=True)
     assert [row["tags"] for row in C.current_state(df).collect()] == [{"a": "1"}]
-    with pytest.raises(ConfigError, match=r"cannot compare column 'doc', which is or has a VARIANT.*json.*drop"):
+    with pytest.raises(ConfigError, match=r"cannot compare column 'doc', which is or contains a VARIANT.*json.*drop"):
         C.current_state(df.withColumn("doc", F.array(F.parse_json(F.lit("{}")))))
 
 
@@ -355,9 +355,9 @@ def test_errors_name_the_function_and_the_nearest_column(spark: SparkSession, tm
         (lambda: C.with_sequence(df.withColumnRenamed("_lsn", "_lsn2")), "Did you mean _lsn2?"),
         (lambda: C.only_inserts(spark.range(1)), "Read the table with option('table', ...)"),
         (lambda: C.with_watermark(df.drop("_ts"), "1 minute"), "with_watermark needs the column _ts"),
-        (lambda: C.as_of(df, "yesterday"), "as_of: 'yesterday' is not a position. Give a pgcdc.Position"),
+        (lambda: C.as_of(df, "yesterday"), "as_of: 'yesterday' is not a position. Use a pgcdc.Position"),
         (lambda: C.as_of(df, 12), "as_of: 12 is not a position."),  # type: ignore[arg-type]
-        (lambda: C.without_metadata(df, keep=["_opp"]), "'_opp' is no metadata column. Did you mean _op?"),
+        (lambda: C.without_metadata(df, keep=["_opp"]), "'_opp' is not a metadata column. Did you mean _op?"),
     ]
     for call, expected in cases:
         with pytest.raises(ConfigError) as caught:

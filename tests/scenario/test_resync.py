@@ -297,7 +297,7 @@ def test_what_is_wrong_is_refused_before_anything_is_thrown_away(delivery: Deliv
     with pytest.raises(SinkError, match="line 1 differs from what was written"):
         resync(delivery)
     delivery.output.unlink()
-    with pytest.raises(SinkError, match="is gone"):
+    with pytest.raises(SinkError, match="is missing"):
         resync(delivery)
     delivery.output.write_bytes(whole)
     assert not delivery.state.resync_note.exists()

@@ -116,7 +116,7 @@ def test_a_target_that_lacks_it_is_named_with_its_error(start: Callable[..., Run
     assert run.seen.keys("good") == keys
     sentinel = run.sentinel()
     with pytest.raises(
-        PgcdcError, match=r"adapter bad lacks it \(\d+ bytes behind, last error: .*told to fail"
+        PgcdcError, match=r"adapter bad lacks them \([\d,]+ bytes behind, last error: .*told to fail"
     ) as late:
         sentinel.wait(2)
     assert "adapter good" not in str(late.value) and sentinel.took_s.keys() == {"good"}

@@ -303,7 +303,7 @@ def test_without_a_pipeline_it_compares_only_if_told_to(postgres: EmbeddedPostgr
     with mirrored(postgres, tmp_path, ITEMS, ROWS) as (flow, _):
         flow.run("DELETE FROM items WHERE id = 1")
         flow.lock.release()
-        for options, text in (({}, "does not run.*--at-rest"), ({"repair": True, "at_rest": True}, "only a running")):
+        for options, text in (({}, "is not running.*--at-rest"), ({"repair": True, "at_rest": True}, "only a running")):
             with pytest.raises(StateError, match=text):
                 flow.verify(**options)
         report = flow.verify(at_rest=True)

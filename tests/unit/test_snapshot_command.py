@@ -101,7 +101,7 @@ def test_requests_wait_in_the_queue_while_no_capture_runs(state: StateDir) -> No
     for action, status in (("pause", "paused"), ("resume", "queued"), ("stop", "stopped")):
         run(f"--{action}", name, *flags)
         assert RequestQueue(state.requests_file)[name].status == status
-    assert "does not exist or is not queued" in run("--pause", "unknown", *flags, code=2)
+    assert "snapshot 'unknown' does not exist" in run("--pause", "unknown", *flags, code=2)
     listed = json.loads(run("--list", "--json", *flags))
     assert [(one["id"], one["status"]) for one in listed] == [
         (entries[0].id, "queued"),

@@ -135,7 +135,7 @@ class TableWatch:
             self._say(f"new tables cannot be published: {error}")
             return
         if added := sorted(tables - self._known):
-            self._say(f"captured from now on: {', '.join(added)}")
+            self._say(f"new tables captured from now on: {', '.join(added)}")
             self._known = tables
         for note in notes:
             if note not in self._noted:

@@ -370,8 +370,12 @@ class RequestQueue:
         found = next((one for one in fitting if name in ("", one.id)), None)
         if found is None:
             known = ", ".join(f"{one.id} ({one.status})" for one in self._states.values()) or "none"
-            what = f"snapshot {name!r} does not exist or is not" if name else "no snapshot is"
-            raise ConfigError(f"{what} {' or '.join(statuses)}", f"Known snapshots: {known}")
+            what = f"no snapshot is {' or '.join(statuses)}"
+            if name:
+                other = self._states.get(name)
+                said = f"is {other.status}, not {' or '.join(statuses)}" if other is not None else "does not exist"
+                what = f"snapshot {name!r} {said}"
+            raise ConfigError(what, f"Known snapshots: {known}")
         return found
 
     def _change(self, state: RequestState, **changes: Any) -> RequestState:
