@@ -16,7 +16,7 @@ from workload import PUBLICATION
 
 from pgcdc import adapters, sources
 from pgcdc.cli.listen import _stop_on_signals
-from pgcdc.cli.report import say
+from pgcdc.core.log import say
 from pgcdc.event.batch import Batch
 from pgcdc.run.member import Adapter
 from pgcdc.run.pipeline import Pipeline

@@ -70,7 +70,7 @@ CASES: dict[str, tuple[str, str]] = {
         "ALTER TABLE t ALTER COLUMN b SET NOT NULL; CREATE UNIQUE INDEX ti ON t (b); "
         "ALTER TABLE t REPLICA IDENTITY USING INDEX ti",
     ),
-    "columns in another order": (
+    "column order changed": (
         EITHER,
         "ALTER TABLE t ADD COLUMN a2 text; UPDATE t SET a2 = a; ALTER TABLE t DROP COLUMN a; "
         "ALTER TABLE t RENAME COLUMN a2 TO a",

@@ -39,14 +39,14 @@ class Ready(Prepared):
     @property
     def changed(self) -> list[str]:
         """What is said to be changed in the publications besides their tables."""
-        end = "; this holds for what is written from now on"
+        end = "; this applies to what is written from now on"
         return [one.removesuffix(end) for one in self.notes if one.endswith(end)]
 
     @property
     def left_out(self) -> tuple[str, ...]:
         """Tables that are said to be no longer captured."""
         found = (
-            re.fullmatch("table (.*) is no longer captured: it was left out of --tables", one) for one in self.notes
+            re.fullmatch("table (.*) is no longer captured: it was removed from --tables", one) for one in self.notes
         )
         return tuple(one[1] for one in found if one)
 

@@ -39,9 +39,11 @@ def _make(kind: str, model: type[SinkOptions], *first: Any, name: str = "", **gi
     options = {key: value for key, value in given.items() if key in fields}
     delivery = {key: value for key, value in given.items() if key not in fields}
     if not re.fullmatch(ADAPTER_NAME, name) or name == "main":
-        raise ConfigError(f"{name!r} is no name for an adapter", "Use letters, digits, _ and -, and not main")
+        raise ConfigError(
+            f"{name!r} is not a valid adapter name", "Use letters, digits, _ and -; the name main is reserved"
+        )
     if priority not in get_args(Priority):
-        raise ConfigError(f"adapter {name}: priority {priority!r} is not known", "critical, normal or best-effort")
+        raise ConfigError(f"adapter {name}: unknown priority {priority!r}", "Use critical, normal or best-effort")
     return AdapterSpec(
         name,
         kind,

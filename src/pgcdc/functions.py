@@ -89,14 +89,14 @@ def split_key_updates(df: DataFrame, keys: str | Sequence[str]) -> DataFrame:
     DELETE has the old values, as far as PostgreSQL sent them. All other rows are unchanged. Batch and streaming.
     """
     schema = _schema_with(df, "split_key_updates", "_op", "_before")
-    _refuse_zset(schema, "split_key_updates", "An UPDATE of a Z-set is a pair already: use it as it is")
+    _refuse_zset(schema, "split_key_updates", "An UPDATE of a Z-set is already a pair: use it as it is")
     names = _check_keys(schema, keys, "split_key_updates")
     old = schema["_before"].dataType
     known = old.fieldNames() if isinstance(old, StructType) else []
     for name in names:
         if name not in known:
             raise ConfigError(
-                f"split_key_updates: _before has no field {name!r}, so the old key is not known",
+                f"split_key_updates: _before has no field {name!r}, so the old key is unknown",
                 "Rename or compute columns after split_key_updates, not before",
             )
     changed = F.lit(False)
@@ -142,7 +142,7 @@ def latest_per_key(df: DataFrame, keys: str | Sequence[str], *, keep_deletes: bo
     _check_can_be_grouped(schema, names, "latest_per_key")
     if df.isStreaming:
         raise ConfigError(
-            "latest_per_key is not for streams", "Call it in foreachBatch, on the DataFrame of each batch"
+            "latest_per_key cannot read a stream", "Call it in foreachBatch, on the DataFrame of each batch"
         )
     changes = split_key_updates(df.filter(F.col("_op") != "HEARTBEAT"), names)
     latest = changes.groupBy(*(_sent_key(name).alias(f"__pgcdc_key{i}") for i, name in enumerate(names))).agg(
@@ -197,7 +197,7 @@ def without_metadata(df: DataFrame, keep: Iterable[str] = ()) -> DataFrame:
     unknown = sorted(kept.difference(METADATA))
     if unknown:
         raise ConfigError(
-            f"without_metadata: {unknown[0]!r} is no metadata column",
+            f"without_metadata: {unknown[0]!r} is not a metadata column",
             suggest(unknown[0], METADATA),
         )
     return df.drop(*(name for name in METADATA if name not in kept))
@@ -220,7 +220,7 @@ def _stop_at_truncate(df: DataFrame) -> DataFrame:
             F.lit("current_state: the table was truncated at "),
             typed_position(),
             F.lit(
-                ", which a stream of sums cannot follow. Start the query anew, with a new checkpoint and start position"
+                ", which a stream of sums cannot follow. Start the query again with a new checkpoint and start position"
             ),
         )
     )
@@ -232,8 +232,8 @@ def _sent_key(name: str) -> Column:
     """The key of a row. A DELETE without a key is an error: it would silently leave its row in place."""
     missing = F.raise_error(
         F.lit(
-            f"latest_per_key: a DELETE came without a value of the key {name!r}. Use the columns of the replica identity as "
-            "keys, or run: ALTER TABLE ... REPLICA IDENTITY FULL"
+            f"latest_per_key: a DELETE has no value of the key {name!r}. Use the columns of the replica "
+            "identity as keys, or run: ALTER TABLE ... REPLICA IDENTITY FULL"
         )
     )
     return F.when((F.col("_op") == "DELETE") & _column(name).isNull(), missing).otherwise(_column(name))
@@ -250,8 +250,8 @@ def _parse_position(position: Position | str) -> Position:
         return Position.end(parse_lsn(position))
     except (TypeError, ValueError):
         raise ConfigError(
-            f"as_of: {position!r} is no position",
-            "Give a pgcdc.Position, the text of one (the column position of an event), or an LSN such as '0/16B3748'",
+            f"as_of: {position!r} is not a position",
+            "Use a pgcdc.Position, its text (the column position of an event), or an LSN such as '0/16B3748'",
         ) from None
 
 
@@ -261,12 +261,12 @@ def _schema_with(df: DataFrame, function: str, *needed: str) -> StructType:
     missing = [name for name in needed if name not in schema.fieldNames()]
     if "_weight" in missing:
         raise ConfigError(
-            f"{function} needs the column _weight, and the DataFrame has none",
+            f"{function} needs the column _weight, which the DataFrame lacks",
             "Read the table with option('changelog', 'zset'); without it, latest_per_key gives the rows of a table",
         )
     if missing:
         raise ConfigError(
-            f"{function} needs the column {missing[0]}, and the DataFrame has none",
+            f"{function} needs the column {missing[0]}, which the DataFrame lacks",
             suggest(
                 missing[0],
                 schema.fieldNames(),
@@ -291,8 +291,8 @@ def _check_can_be_grouped(schema: StructType, names: Sequence[str], function: st
     for name in names:
         if _has_variant(schema[name].dataType):
             raise ConfigError(
-                f"{function}: Spark cannot compare column {name!r}, which is or has a VARIANT",
-                f"Read it as text with option('json', 'string'), or leave it out with drop({name!r})",
+                f"{function}: Spark cannot compare column {name!r}, which is or contains a VARIANT",
+                f"Read it as text with option('json', 'string'), or remove it with drop({name!r})",
             )
 
 
@@ -308,7 +308,7 @@ def _has_variant(kind: DataType) -> bool:
 
 def _refuse_zset(schema: StructType, function: str, advice: str) -> None:
     if "_weight" in schema.fieldNames():
-        raise ConfigError(f"{function} is not for Z-sets", advice)
+        raise ConfigError(f"{function} cannot read a Z-set", advice)
 
 
 def _column(name: str) -> Column:

@@ -32,7 +32,7 @@ def postgres(url: str = "", **settings: Any) -> Config:
     Without `url`, the variable PGCDC_DB provides it. ConfigError: a setting is unknown, or not valid for this source.
     """
     for name in settings.keys() & _ELSEWHERE:
-        raise ConfigError(f"{name} does not belong to a source", "Give it to the pipeline or to its adapters")
+        raise ConfigError(f"{name} is not a setting of a source", "Pass it to the pipeline or to its adapters")
     values = {"db": os.environ.get("PGCDC_DB", ""), **settings, **({"db": url} if url else {})}
     try:
         config = Config.model_validate(values)

@@ -289,7 +289,7 @@ def test_file_that_vanished_is_refused_and_not_made_again(file: FileTarget) -> N
     with opened(file) as sink:
         sink.write(batch(START, END))
     file.path.unlink()
-    with pytest.raises(SinkError, match="is gone"), opened(file):
+    with pytest.raises(SinkError, match="is missing"), opened(file):
         pass
     assert not file.path.exists()
 
@@ -349,5 +349,5 @@ def test_a_look_finds_the_file_of_somebody_else_one_that_shrank_and_one_that_van
     with pytest.raises(SinkError, match="were written to it"):
         file.sink().check()
     file.path.unlink()
-    with pytest.raises(SinkError, match="is gone"):
+    with pytest.raises(SinkError, match="is missing"):
         file.sink().check()

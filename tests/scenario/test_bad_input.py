@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -22,8 +23,8 @@ def refused(folder: Path, *flags: str, env: dict[str, str] | None = None) -> str
     before = {path for path in folder.rglob("*")}
     result = listen(folder, *flags, env=env)
     assert result.returncode == 2, result.stderr
-    lines = [line for line in result.stderr.splitlines() if not line.startswith("pgcdc: ")]
-    assert lines and all(line.startswith("error: ") for line in lines), result.stderr
+    lines = [line for line in result.stderr.splitlines() if "pgcdc: " not in line]
+    assert lines and all(re.match(r"([\d-]{10} [\d:]{8} )?error: ", line) for line in lines), result.stderr
     assert "Traceback" not in result.stderr
     assert result.stdout == ""
     assert {path for path in folder.rglob("*")} == before, "no state directory, no half file"
@@ -51,8 +52,8 @@ def slots(database: Database) -> list[str]:
 
 
 CONFIG_CASES = {
-    "no database": ([], {}, "no database is given"),
-    "no tables": (["--db", "postgres://127.0.0.1/x"], {}, "which tables"),
+    "no database": ([], {}, "no database is set"),
+    "no tables": (["--db", "postgres://127.0.0.1/x"], {}, "no tables are selected"),
     "unknown detector": (["--detector", "magic"], {}, "--detector"),
     "unknown adapter": (["--adapter", "carrier-pigeon"], {}, "--adapter"),
     "file without path": (["--db", "postgres://127.0.0.1/x", "--adapter", "file", "--all-tables"], {}, "--file-path"),
@@ -65,14 +66,14 @@ CONFIG_CASES = {
     "snapshot of a temporary slot": (
         ["--db", "postgres://127.0.0.1/x", "--all-tables", "--temporary-slot", "--snapshot-first"],
         {},
-        "needs a slot that stays",
+        "needs a persistent slot",
     ),
     "snapshot of an old slot": (
         ["--db", "postgres://127.0.0.1/x", "--all-tables", "--start-from", "slot", "--snapshot-mode", "always"],
         {},
-        "is for a new slot",
+        "needs a new slot",
     ),
-    "two modes": (["--snapshot-first", "--snapshot-mode", "never"], {}, "--snapshot-first does not go with"),
+    "two modes": (["--snapshot-first", "--snapshot-mode", "never"], {}, "--snapshot-first cannot be combined with"),
     "hold limit": (["--snapshot-hold-limit", "soon"], {}, "--snapshot-hold-limit"),
     "spool limit": (["--spool-limit", "lots"], {}, "--spool-limit"),
     "variable": ([], {"PGCDC_MAX_BATCH_ROWS": "many"}, "PGCDC_MAX_BATCH_ROWS"),

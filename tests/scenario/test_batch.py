@@ -145,7 +145,7 @@ def test_where_filters_in_the_database(database: Database) -> None:
     database.execute(ORDERS)
     assert len(read(open_reader(database, "orders", where="id < 10 OR id > 995 -- few", partitions="3"))) == 14
     for wrong in ("idd < 3", "id <", "id < 'x'", "1) OR (1", "true; DROP TABLE orders", "count(*) > 1"):
-        with pytest.raises(ConfigError, match="option where is no condition on table orders"):
+        with pytest.raises(ConfigError, match="option where is not a valid condition on table orders"):
             read(open_reader(database, "orders", where=wrong))
 
 
@@ -201,12 +201,12 @@ def test_a_value_without_a_place_is_named_with_its_key(database: Database) -> No
         (lambda url: ChangeSource({"url": url}).reader(StructType()), "spark.read needs one table"),
         (lambda url: open_reader(url, "nowhere"), "table nowhere does not exist. Check option table"),
         (lambda url: open_reader(url, "a_view"), "a_view is a view"),
-        (lambda url: open_reader(url, "t", "id string"), "the schema asks for id string, but it is int of table t"),
+        (lambda url: open_reader(url, "t", "id string"), "the schema has id string, but in table t it is int"),
         (lambda url: open_reader(url, "t", slot="s"), "option slot is for spark.readStream, not for spark.read"),
-        (lambda url: open_reader(url, "t", partitions="0"), "option partitions is '0'. Give a number"),
+        (lambda url: open_reader(url, "t", partitions="0"), "option partitions is '0'. Set it to a number"),
         (
             lambda url: open_reader(url, "t", snapshot_keep="-1"),
-            "option snapshot_keep is '-1'. Give a time",
+            "option snapshot_keep is '-1'. Set it to a time",
         ),
         (lambda url: ChangeSource({"table": "t", "where": "x"}).streamReader(StructType()), "where is for spark.read,"),
     ],
@@ -227,7 +227,7 @@ def test_no_password_travels_to_the_executors(database: Database, monkeypatch: p
     planned = reader.partitions()
     assert b"hidden-secret" not in pickle.dumps((reader, planned)) and read(reader, planned) == [{"id": 1}]
     monkeypatch.delenv("PGCDC_DB")
-    with pytest.raises(ConfigError, match="no database is given on this host"):
+    with pytest.raises(ConfigError, match="no database is set on this host"):
         read(reader, planned)
 
 

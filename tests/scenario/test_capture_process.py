@@ -266,6 +266,6 @@ def test_no_capture_is_started_for_a_driver_that_is_gone(prepared: Ready) -> Non
     with subprocess.Popen([sys.executable, "-c", ""]) as driver:
         driver.wait()
     begin = time.monotonic()
-    with pytest.raises(SourceError, match="is gone"):
+    with pytest.raises(SourceError, match="has ended"):
         ensure_capture(prepared.spec.but(watch_pid=driver.pid), is_restart=True)
     assert time.monotonic() - begin < 5

@@ -60,7 +60,7 @@ def test_a_mirror_stays_equal_and_is_repaired_while_others_go_on(postgres: Embed
             for words, text in (
                 (("resync", "--table", "nope", "--adapter", "pg_table", "--yes"), "table nope is not captured"),
                 (("resync", "--table", "t", "--adapter", "file", "--yes"), "keeps no copies of tables"),
-                (("resync", "--table", "t", "--adapter", "other", "--yes"), "there is no adapter 'other'"),
+                (("resync", "--table", "t", "--adapter", "other", "--yes"), "adapter 'other' does not exist"),
                 (("resync", "--adapter", "pg_table", "--yes"), "Add --table NAME"),
             ):
                 done = one.command(*words)

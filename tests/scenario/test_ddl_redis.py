@@ -77,6 +77,6 @@ def test_a_table_without_a_key_stops_it_with_advice(mirror: RedisMirror) -> None
     mirror.run(
         "ALTER TABLE t REPLICA IDENTITY FULL", "ALTER TABLE t DROP CONSTRAINT t_pkey", "DELETE FROM t WHERE id = 1"
     )
-    with pytest.raises(SinkError, match="rows of table t come without a key") as caught:
+    with pytest.raises(SinkError, match="rows of table t have no key") as caught:
         mirror.settle()
     assert "Give it a primary key" in caught.value.advice

@@ -113,11 +113,11 @@ def test_output_for_machines_and_for_programs_that_read_on(database: Database) -
         (["--table", "orderz"], "error: table orderz does not exist. Did you mean orders?"),
         (["--table", "elsewhere.orders"], "error: table elsewhere.orders does not exist. Did you mean orders?"),
         (["--table", "nothing.like_it"], "error: table nothing.like_it does not exist. Check --table: write table or"),
-        (["--table", "seen"], "error: seen is a view: its changes cannot be captured. Remove it from --table"),
+        (["--table", "seen"], "error: seen is a view, so its changes cannot be captured. Remove it from --table"),
         (["--table", "a b"], "error: 'a b' is not a table name."),
         ([], "error: no table is named. Use --table NAME"),
-        (["--table", "orders", "--format", "xml"], "error: --format xml is not a format. Use table or json"),
-        (["--table", "orders", "--numeric", "int"], "error: numeric=int is not a choice for types. Use one of decimal"),
+        (["--table", "orders", "--format", "xml"], "error: unknown --format xml. Use table or json"),
+        (["--table", "orders", "--numeric", "int"], "error: numeric=int is not a valid choice. Use one of decimal"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(database: Database, arguments: list[str], message: str) -> None:

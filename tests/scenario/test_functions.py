@@ -164,7 +164,7 @@ def test_latest_per_key_reads_its_input_once(
 
 def test_delete_without_its_key_is_an_error(spark: SparkSession) -> None:
     df = to_frame(spark, [change("INSERT", 10, one(1, "a")), change("DELETE", 20, {"id": 1})])
-    with pytest.raises(Exception, match=r"a DELETE came without a value of the key 'name'.*REPLICA IDENTITY FULL"):
+    with pytest.raises(Exception, match=r"a DELETE has no value of the key 'name'.*REPLICA IDENTITY FULL"):
         C.latest_per_key(df, "name").collect()
 
 
@@ -198,7 +198,7 @@ def test_current_state_compares_maps_and_refuses_variants(spark: SparkSession) -
     ]
     df = to_frame(spark, rows, columns, zset=True)
     assert [row["tags"] for row in C.current_state(df).collect()] == [{"a": "1"}]
-    with pytest.raises(ConfigError, match=r"cannot compare column 'doc', which is or has a VARIANT.*json.*drop"):
+    with pytest.raises(ConfigError, match=r"cannot compare column 'doc', which is or contains a VARIANT.*json.*drop"):
         C.current_state(df.withColumn("doc", F.array(F.parse_json(F.lit("{}")))))
 
 
@@ -343,21 +343,21 @@ def test_errors_name_the_function_and_the_nearest_column(spark: SparkSession, tm
         (lambda: C.latest_per_key(df, "xyz"), "latest_per_key: the table has no column 'xyz'. Known: id, name"),
         (lambda: C.latest_per_key(df, []), "latest_per_key needs at least one key. Known: id, name"),
         (lambda: C.latest_per_key(df, "_op"), "latest_per_key: the table has no column '_op'."),
-        (lambda: C.latest_per_key(stream, "id"), "latest_per_key is not for streams. Call it in foreachBatch"),
-        (lambda: C.latest_per_key(zset, "id"), "latest_per_key is not for Z-sets. Use current_state"),
-        (lambda: C.split_key_updates(zset, "id"), "split_key_updates is not for Z-sets."),
+        (lambda: C.latest_per_key(stream, "id"), "latest_per_key cannot read a stream. Call it in foreachBatch"),
+        (lambda: C.latest_per_key(zset, "id"), "latest_per_key cannot read a Z-set. Use current_state"),
+        (lambda: C.split_key_updates(zset, "id"), "split_key_updates cannot read a Z-set."),
         (lambda: C.split_key_updates(df.drop("_before"), "id"), "split_key_updates needs the column _before"),
         (
             lambda: C.split_key_updates(df.withColumn("key", F.lit(1)), "key"),
             "split_key_updates: _before has no field 'key'",
         ),
-        (lambda: C.current_state(df), "current_state needs the column _weight, and the DataFrame has none. Read the"),
+        (lambda: C.current_state(df), "current_state needs the column _weight, which the DataFrame lacks. Read the"),
         (lambda: C.with_sequence(df.withColumnRenamed("_lsn", "_lsn2")), "Did you mean _lsn2?"),
         (lambda: C.only_inserts(spark.range(1)), "Read the table with option('table', ...)"),
         (lambda: C.with_watermark(df.drop("_ts"), "1 minute"), "with_watermark needs the column _ts"),
-        (lambda: C.as_of(df, "yesterday"), "as_of: 'yesterday' is no position. Give a pgcdc.Position"),
-        (lambda: C.as_of(df, 12), "as_of: 12 is no position."),  # type: ignore[arg-type]
-        (lambda: C.without_metadata(df, keep=["_opp"]), "'_opp' is no metadata column. Did you mean _op?"),
+        (lambda: C.as_of(df, "yesterday"), "as_of: 'yesterday' is not a position. Use a pgcdc.Position"),
+        (lambda: C.as_of(df, 12), "as_of: 12 is not a position."),  # type: ignore[arg-type]
+        (lambda: C.without_metadata(df, keep=["_opp"]), "'_opp' is not a metadata column. Did you mean _op?"),
     ]
     for call, expected in cases:
         with pytest.raises(ConfigError) as caught:

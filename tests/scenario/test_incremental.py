@@ -203,11 +203,11 @@ def test_what_cannot_be_read_is_refused_at_once(database: Database, query: Backf
     with pytest.raises(SourceError, match="no primary key or replica identity index"):
         query.add("keyless")
     for condition in ("id >", "missing = 1", "true); DELETE FROM t; SELECT (1", "id"):
-        with pytest.raises(SourceError, match="cannot be used"):
+        with pytest.raises(SourceError, match="is invalid"):
             query.add("t", where=condition)
-    with pytest.raises(ConfigError, match="no snapshot 'abc'"):
+    with pytest.raises(ConfigError, match="snapshot 'abc' does not exist"):
         query.ask(action="pause", id="abc")
-    with pytest.raises(ConfigError, match="cannot be done"):
+    with pytest.raises(ConfigError, match="unknown snapshot action"):
         query.ask(action="explode")
     assert query.states() == {} and len(contents(database, "t", ["id"])) == 10
 
@@ -245,7 +245,7 @@ def test_pause_resume_stop_and_the_order_of_requests(database: Database, query: 
     query.ask(action="resume", id=first)
     query.pull_until(lambda: query.states()[first]["rows"] > rows)
     assert query.ask(action="stop", id=first)["id"] == first
-    with pytest.raises(ConfigError, match="no snapshot"):
+    with pytest.raises(ConfigError, match="is stopped, not paused"):
         query.ask(action="resume", id=first)
     assert query.states()[first]["status"] == "stopped"
 

@@ -64,7 +64,7 @@ def test_tables_that_were_not_begun_are_read_in_a_new_snapshot(
         query.run()
     database.execute("INSERT INTO keyless VALUES (0)")
     query.run()
-    assert "is read in a new snapshot" in query.log() and requests(query) == []
+    assert "in a new snapshot" in query.log() and requests(query) == []
     query.check_equal(KEY)
     keyless = [event["payload"]["row"]["id"] for event in query.events if event["channel"] == "pgcdc:keyless"]
     assert sorted(map(int, keyless)) == list(range(2001))
@@ -150,7 +150,7 @@ def test_a_table_that_is_changed_before_it_is_read(
     else:
         query.run()
         query.check_equal({"public.other": ["id"]})
-        assert "table t is gone" in query.log()
+        assert "table t was dropped" in query.log()
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_the_time_limit_gives_the_snapshot_up(database: Database, begin: Callabl
     holders = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'pgcdc snapshot' AND datname = %s"
     wait_until(lambda: query.status()["status"] == "reading", 20, "the plan")
     log = query.state.path / "capture.log"
-    wait_until(lambda: "is read in a new snapshot" in log.read_text(), 20, "the first one is given up")
+    wait_until(lambda: "in a new snapshot" in log.read_text(), 20, "the first one is given up")
     assert query.status()["hold_limit_seconds"] == 1
     query.run()
     query.check_equal(KEY)
@@ -237,7 +237,7 @@ def test_a_full_disk_is_an_error_with_advice_and_staging_goes_on_afterwards(data
         try:
             resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
             found = reader.read(order)
-            assert isinstance(found, SpoolError) and "Make room on the disk" in str(found)
+            assert isinstance(found, SpoolError) and "Free space on the disk" in str(found)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
             signal.signal(signal.SIGXFSZ, handler)

@@ -200,8 +200,8 @@ def test_without_a_table_there_is_nothing_to_wait_for(database: Database, begin:
 
 
 REFUSED = {
-    "temporary": ({"temporary_slot": "true", "snapshot_mode": "initial"}, "needs a slot that stays"),
-    "old slot": ({"start_from": "slot", "snapshot_mode": "initial"}, "is for a new slot"),
+    "temporary": ({"temporary_slot": "true", "snapshot_mode": "initial"}, "needs a persistent slot"),
+    "old slot": ({"start_from": "slot", "snapshot_mode": "initial"}, "needs a new slot"),
     "unknown": ({"snapshot_mode": "sometimes"}, "snapshot_mode is 'sometimes'"),
     "limit": ({"snapshot_hold_limit": "soon"}, "snapshot_hold_limit is 'soon'"),
 }

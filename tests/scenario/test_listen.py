@@ -64,7 +64,7 @@ def test_a_run_can_be_watched_is_locked_follows_new_tables_and_stops_in_order(
     assert second.returncode == 2 and "in use by process" in second.stderr
 
     database.execute("CREATE TABLE later (id int PRIMARY KEY)")
-    wait_until(lambda: "new tables are captured from now on: later" in listener.said(), 30, "the new table is seen")
+    wait_until(lambda: "new tables captured from now on: later" in listener.said(), 30, "the new table is seen")
     database.execute("INSERT INTO later VALUES (7)")
     listener.wait_delivered()
     assert listener.events()[-1]["channel"] == "pgcdc:later"

@@ -215,7 +215,7 @@ def test_part_that_hangs_is_cancelled_after_the_timeout(run: Callable[..., list[
 
     member = delivery(tmp_path, HangingSink, timeout=3.0)
     assert isinstance(member.sink, HangingSink)
-    with pytest.raises(SinkUnavailable, match="has not ended within 3 s"):
+    with pytest.raises(SinkUnavailable, match="did not finish within 3 s"):
         run(member)
     assert read(tmp_path / "a") == []
     member.sink.is_hanging = False

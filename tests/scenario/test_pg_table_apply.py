@@ -27,7 +27,7 @@ from pgcdc.sink.pg_table.options import PgTableOptions
 from pgcdc.sink.pg_table.sink import PgTableSink
 from pgcdc.source.protocol import Finding
 
-REWRITTEN = "its rows were rewritten by ALTER TABLE (a default that is computed, a type change)"
+REWRITTEN = "its rows were rewritten by ALTER TABLE (a computed default, a type change)"
 
 
 @pytest.fixture(scope="module", params=[18, pytest.param(16, marks=pytest.mark.slow)])
@@ -278,7 +278,7 @@ def test_what_somebody_does_to_the_target_is_noticed(pair: tuple[Source, Mirror]
     mirror.apply(source.read("CREATE TABLE t (id int PRIMARY KEY, a int)", "INSERT INTO t VALUES (1, 5)"))
     mirror.sql.execute("ALTER TABLE t RENAME a TO b")
     mirror.apply(source.read("INSERT INTO t VALUES (2, 6)"))
-    assert list(mirror.held.values()) == ["the target has no column a, so its rows lack the values"]
+    assert list(mirror.held.values()) == ["the target has no column a, so its rows lack those values"]
     mirror.reload(source)
     assert mirror.rows("SELECT * FROM t ORDER BY id") == [(1, None, 5), (2, None, 6)]
 
@@ -300,7 +300,7 @@ def test_a_table_that_somebody_dropped_is_not_made_again_without_its_rows(
     mirror.sql.execute("DROP TABLE t")
     later = source.read("INSERT INTO t VALUES (3, 7)")
     mirror.apply(later)
-    assert list(mirror.held.values()) == ["it is no longer at the target"]
+    assert list(mirror.held.values()) == ["it was dropped at the target"]
     mirror.reload(source)
     assert mirror.rows("SELECT * FROM t ORDER BY id") == [(1, 5), (2, 6), (3, 7)]
 
@@ -336,8 +336,8 @@ def test_a_refused_row_is_named_and_all_others_are_applied(pair: tuple[Source, M
     assert [(kind, text) for _, kind, text in faults] == [
         ("check_violation", 'table t: new row for relation "t" violates check constraint "t_a_check"'),
         ("numeric_value_out_of_range",
-         'table t, column a: value "70000" is out of range for type smallint. Give the column another type at the '
-         "target; if a transform masks it, text"),
+         'table t, column a: value "70000" is out of range for type smallint. Change the type of the column at the '
+         "target; if a transform masks it, to text"),
         ("not_null_violation", 'table t, column b: null value in column "b" of relation "t" violates not-null constraint'),
     ]  # fmt: skip
     assert mirror.rows("SELECT count(*), count(*) FILTER (WHERE id = 13) FROM t") == [(299, 0)]
@@ -490,7 +490,7 @@ def test_a_table_that_would_feed_itself_is_refused(database: Database, tmp_path:
         acks = state.path / "acks"
         run(PgTableSink(options), acks, "mirror").check()
 
-    with pytest.raises(SinkError, match="would apply the rows of t to a table that it captures"):
+    with pytest.raises(SinkError, match="would write the rows of t to a table that this pipeline captures"):
         check()
     check("mirror")
 
@@ -505,9 +505,11 @@ def test_a_table_that_would_feed_itself_is_refused_before_anything_is_made(datab
         return next(one for one in run_checks(config) if one.name == "adapter pg_table")
 
     found = look()
-    assert found.status == "failed" and "would apply the rows of t to a table that it captures" in found.detail
+    assert (
+        found.status == "failed" and "would write the rows of t to a table that this pipeline captures" in found.detail
+    )
     assert look(pg_table_target_schema="mirror").status == "ok"
-    with pytest.raises(ConfigError, match="would apply the rows of t to a table that it captures"):
+    with pytest.raises(ConfigError, match="would write the rows of t to a table that this pipeline captures"):
         Pipeline(load_config(given, {}, None)).run()
     assert not (tmp_path / "state").exists()
     assert database.query("SELECT pubname FROM pg_publication") == []
@@ -533,7 +535,7 @@ def test_columns_follow_what_transforms_left(pair: tuple[Source, Mirror]) -> Non
     batch = changed(source.read("INSERT INTO t VALUES (2, 6, 'x')"), ('"a":"6"', '"renamed":"6"'))
     faults = mirror.deliver(changed(batch, ('"id":"2"', '"id":"***"')))
     assert [kind for _, kind, _ in faults] == ["invalid_text_representation"]
-    assert "column id" in faults[0][2] and "masks it, text" in faults[0][2]
+    assert "column id" in faults[0][2] and "masks it, to text" in faults[0][2]
 
 
 def test_a_key_that_transforms_renamed_is_the_one_of_the_target(pair: tuple[Source, Mirror]) -> None:
@@ -542,7 +544,7 @@ def test_a_key_that_transforms_renamed_is_the_one_of_the_target(pair: tuple[Sour
         "CREATE TABLE t (id int PRIMARY KEY, a int)", "INSERT INTO t VALUES (1, 5)", "UPDATE t SET a = 6"
     )
     batch = changed(batch, ('"id":"1"', '"number":"1"'))
-    with pytest.raises(SinkError, match='rows of table t come without "id", by which rows are found'):
+    with pytest.raises(SinkError, match='rows of table t lack "id", the key by which rows are found'):
         mirror.apply(batch)
     mirror.sql.execute("CREATE TABLE t (number int PRIMARY KEY, a int)")
     mirror.begin()

@@ -54,16 +54,15 @@ def test_deletes_that_find_no_row_are_counted_and_said(pair: tuple[Source, Mirro
             "INSERT INTO bag VALUES ('x'), ('x'), ('y')",
         )
     )
-    assert not mirror.applier.missed and not any("or deleted" in one for one in mirror.said)
+    assert not mirror.applier.missed and not any("or delete" in one for one in mirror.said)
     mirror.sql.execute("DELETE FROM t WHERE id <= 3")
     mirror.sql.execute("DELETE FROM bag WHERE a = 'y'")
     mirror.apply(source.read("DELETE FROM t WHERE id IN (2, 3, 4)", "DELETE FROM bag"))
     assert mirror.applier.missed == {"t": 2, "bag": 1}
     assert any(
-        one.startswith("table t: 2 rows that were to be updated or deleted are not at the target (2 since")
-        for one in mirror.said
+        one.startswith("table t: 2 rows to update or delete not found at the target (2 since") for one in mirror.said
     )
-    assert any(one.startswith("table bag: 1 rows") and "pgcdc verify --repair" in one for one in mirror.said)
+    assert any(one.startswith("table bag: 1 row ") and "pgcdc verify --repair" in one for one in mirror.said)
     mirror.apply(source.read("DELETE FROM t WHERE id = 1", "UPDATE t SET a = 'changed' WHERE id > 4"))
     assert mirror.applier.missed == {"t": 3, "bag": 1} and "(3 since" in mirror.said[-1]
     assert_equal(source, mirror, "t", "bag")
@@ -203,11 +202,13 @@ def test_a_table_that_takes_the_name_of_another_is_not_mixed_with_it(pair: tuple
         "ALTER TABLE t RENAME TO t_old", "ALTER TABLE t_new RENAME TO t", "INSERT INTO t VALUES (3)"
     )  # of t_old no event tells
     mirror.apply(batch)
-    assert list(mirror.held.values()) == ["it was renamed from t_new, and the target still has a table of the new name"]
+    assert list(mirror.held.values()) == [
+        "it was renamed from t_new, but the target still has a table with the new name"
+    ]
     mirror.reload(source)
     assert_equal(source, mirror, "t")
     mirror.apply(source.read("INSERT INTO t_old VALUES (4)"))  # its name at the target is another table's by now
-    assert list(mirror.held.values()) == ["it was renamed from t, which another table is called by now"]
+    assert list(mirror.held.values()) == ["it was renamed from t, a name that another table has now"]
     mirror.reload(source)
     assert_equal(source, mirror, "t", "t_old")
 
@@ -216,7 +217,7 @@ def test_a_table_that_is_not_ours_is_never_overwritten_by_a_rename(pair: tuple[S
     source, mirror = pair
     mirror.apply(source.read("CREATE TABLE t (id int PRIMARY KEY)", "INSERT INTO t VALUES (1)"))
     mirror.sql.execute("CREATE TABLE mine (id int)")
-    with pytest.raises(SinkError, match=r"t was renamed to mine at the source, .* which is not ours"):
+    with pytest.raises(SinkError, match=r"t was renamed to mine at the source, .* another table with that name"):
         mirror.apply(source.read("ALTER TABLE t RENAME TO mine", "INSERT INTO mine VALUES (2)"))
 
 
@@ -224,7 +225,7 @@ def test_rows_of_a_table_that_was_dropped_and_made_again_go(pair: tuple[Source, 
     source, mirror = pair
     mirror.apply(source.read("CREATE TABLE t (id int PRIMARY KEY)", "INSERT INTO t VALUES (1)"))
     mirror.apply(source.read("DROP TABLE t", "CREATE TABLE t (id int PRIMARY KEY)", "INSERT INTO t VALUES (2)"))
-    assert list(mirror.held.values()) == ["it was dropped and made again"]
+    assert list(mirror.held.values()) == ["it was dropped and created again"]
     mirror.reload(source)
     assert_equal(source, mirror, "t")
 
@@ -340,7 +341,7 @@ def test_a_column_that_somebody_made_at_the_target_is_not_dropped(pair: tuple[So
     mirror.apply(source.read("CREATE TABLE t (id int PRIMARY KEY)", "INSERT INTO t VALUES (1)"))
     mirror.sql.execute("ALTER TABLE t ADD note text DEFAULT 'mine'")
     mirror.apply(source.read("ALTER TABLE t ADD note varchar(20) DEFAULT 'new'", "INSERT INTO t VALUES (2, 'x')"))
-    assert list(mirror.held.values()) == ["the target has a column note that the source did not have"]
+    assert list(mirror.held.values()) == ["the target has a column note that the source lacked"]
     mirror.reload(source)
     assert mirror.rows("SELECT id, note, pg_typeof(note)::text FROM t ORDER BY 1") == [
         (1, "new", "text"),

@@ -108,7 +108,7 @@ def test_the_playground_proves_that_source_and_delivered_content_are_equal(scrat
     code, stdout, stderr = play(scratch, "-m", "pgcdc", *arguments)
     assert code == 0, stdout + stderr
     closing = re.search(
-        r"^source and delivered content are equal: (\d+) rows in 7 tables, ([\d,]+) events, nothing lost, nothing twice$",
+        r"^source and delivered content are equal: (\d+) rows in 7 tables, ([\d,]+) events, none lost, none twice$",
         stdout,
         re.MULTILINE,
     )

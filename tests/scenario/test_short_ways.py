@@ -151,7 +151,7 @@ def test_a_run_goes_on_the_ordinary_way_and_says_so_if_spark_is_not_as_it_was(tm
     run = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert run.returncode == 0, run.stderr
     assert output.stat().st_size > 0
-    (said,) = [line for line in run.stderr.splitlines() if "ordinary, slower way" in line]
+    (said,) = [line for line in run.stderr.splitlines() if "slower, ordinary path" in line]
     assert "Gone" in said
     status = read_json(StateDir(tmp_path / "state").run_status)
     assert status is not None and status["ways"]["small batches"] == "ordinary ways through Spark"

@@ -209,7 +209,7 @@ def test_a_lost_checkpoint_is_refused_until_the_consumer_is_forgotten(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"url": "postgres://u:secret@127.0.0.1/x"}, "holds a password"),
+        ({"url": "postgres://u:secret@127.0.0.1/x"}, "contains a password"),
         ({"tabels": "t"}, "unknown option 'tabels'"),
         ({"max_batch_rows": "0"}, "max_batch_rows"),
         ({"all_tables": "perhaps"}, "true or false"),

@@ -151,7 +151,7 @@ def test_a_role_without_the_replication_right(database: Database) -> None:
     database.execute("DROP ROLE IF EXISTS clerk")
     database.execute("CREATE ROLE clerk LOGIN")
     url = database.server.url(database.name, "clerk")
-    with pytest.raises(SourceError, match="role clerk has no REPLICATION right") as caught:
+    with pytest.raises(SourceError, match="role clerk lacks the REPLICATION right") as caught:
         slots.check(url, "s")
     assert 'ALTER ROLE "clerk" REPLICATION' in caught.value.advice
     with pytest.raises(SourceError, match=r"replication|WAL sender") as refused:
@@ -256,7 +256,7 @@ def test_a_role_without_rights_still_learns_the_pid_it_waits_for(
 
         def listen(text: str) -> None:
             if "unknown" not in text:
-                assert text.endswith(f"of server processes {blocker.info.backend_pid}")
+                assert text.endswith(f"server processes {blocker.info.backend_pid}")
                 blocker.commit()
 
         create_slot(sender, "patient", temporary=True, monitor=conn, say=listen)
@@ -351,7 +351,7 @@ def test_what_cannot_be_captured_is_refused(conn: Connection, name: str, kind: s
     conn.execute("""CREATE VIEW v AS SELECT 1; CREATE MATERIALIZED VIEW m AS SELECT 1; CREATE UNLOGGED TABLE u ();
                     CREATE SEQUENCE s; CREATE FOREIGN DATA WRAPPER w; CREATE SERVER x FOREIGN DATA WRAPPER w;
                     CREATE FOREIGN TABLE f () SERVER x""")
-    with pytest.raises(SourceError, match=f"is {kind}: its changes cannot be captured"):
+    with pytest.raises(SourceError, match=f"is {kind}, so its changes cannot be captured"):
         ensure(conn, "p", [name])
 
 
@@ -455,7 +455,7 @@ def test_partitions_never_break_the_application(conn: Connection, walsender: Con
     conn.execute("ALTER TABLE loose_1 REPLICA IDENTITY FULL; ALTER TABLE loose_3 REPLICA IDENTITY FULL")
     again = ensure(conn, base, None, partition_root=not by_root)
     assert again[1].inserts_only == (("loose",) if by_root else ()), "a slot goes on as it began"
-    assert len(again[0].kept) == 2 and "the slot began that way" in again[0].kept[0]
+    assert len(again[0].kept) == 2 and "as when the slot was created" in again[0].kept[0]
     assert not ensure(conn, base, None, partition_root=by_root)[0].kept
 
 
@@ -529,7 +529,7 @@ def test_the_slot_command_lists_shows_and_drops(database: Database, walsender: C
     assert (dropped.exit_code, dropped.stdout) == (0, "slot mine dropped\n")
     missing = run.invoke(slot_app, ["status", "mine"], env=env)
     assert missing.exit_code == 2
-    assert missing.stderr == "error: slot mine does not exist. pgcdc slot list shows those that do\n"
+    assert missing.stderr == "error: slot mine does not exist. List them with: pgcdc slot list\n"
 
 
 # --- a server with narrow limits; the last tests change it for good ---

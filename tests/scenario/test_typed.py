@@ -291,7 +291,7 @@ def test_a_partitioned_table_is_read_by_its_root_or_refused(database: Database, 
     database.execute("CREATE TABLE p1 PARTITION OF p FOR VALUES FROM (0) TO (10)")
     database.execute("CREATE TABLE p2 (v text, id int NOT NULL, PRIMARY KEY (id))")  # other order
     database.execute("ALTER TABLE p ATTACH PARTITION p2 FOR VALUES FROM (10) TO (20)")
-    with pytest.raises(SourceError, match="under the names of its partitions"):
+    with pytest.raises(SourceError, match="carry the names of its partitions"):
         ask("p", partition_root="false").load()
     database.execute("CREATE PUBLICATION leaves FOR TABLE p")
     with pytest.raises(ConfigError, match="publish_via_partition_root"):
@@ -368,7 +368,7 @@ def test_an_older_checkpoint_is_said_to_be_one(database: Database, ask: Ask) -> 
         query.run()
     query.load().run()
     query.offset = start
-    with pytest.raises(SchemaChanged, match="the query's checkpoint is older"):
+    with pytest.raises(SchemaChanged, match="the checkpoint is older"):
         query.load().run()
 
 
@@ -384,9 +384,9 @@ def test_tables_that_cannot_be_read_in_this_form(database: Database, ask: Ask) -
     ask().load(StructType().add("id", IntegerType()))
     with pytest.raises(ConfigError, match="NOT NULL"):
         ask().load(StructType().add("id", IntegerType(), nullable=False))
-    with pytest.raises(ConfigError, match="Z-set cannot go on"):
+    with pytest.raises(ConfigError, match="Z-set cannot continue"):
         ask(changelog="zset", schema_change="ignore").load()
-    with pytest.raises(ConfigError, match="upper and lower case"):
+    with pytest.raises(ConfigError, match="differ only in case"):
         ask("u").load()
     with pytest.raises(SourceError, match="does not exist"):
         ask("nowhere").load()
@@ -412,7 +412,7 @@ def test_a_query_that_joins_a_capture_gets_what_it_asks_for_or_is_refused(databa
     ask("t", consumer="third", tables="public.t").load()
     ask("t", consumer="fourth").load()
     first.end()
-    with pytest.raises(ConfigError, match="for default, fourth, third as well"):
+    with pytest.raises(ConfigError, match="for default, fourth, third"):
         ask("u", consumer="second", tables="u").load()
     assert ask("u", consumer="second", tables="t,u").load().run() == []
 
@@ -421,7 +421,7 @@ def test_a_z_set_of_a_table_of_which_only_inserts_are_published_is_refused(datab
     database.execute("CREATE TABLE t (id int)")
     ask(consumer="plain").load()
     database.execute("ALTER TABLE t REPLICA IDENTITY FULL")
-    with pytest.raises(SourceError, match="only inserts are captured"):
+    with pytest.raises(SourceError, match="captures only inserts"):
         ask(changelog="zset").load()
 
 

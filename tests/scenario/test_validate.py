@@ -118,7 +118,7 @@ def test_a_server_that_does_not_answer_and_a_wrong_file(folder: Path) -> None:
     (folder / "pgcdc.yaml").write_text("adapters:\n  - fiel\n")
     checks = validate(folder, url=url, code=2)
     assert list(checks) == ["configuration"]
-    assert checks["configuration"]["detail"] == "pgcdc.yaml, line 2: adapters[0]: 'fiel' is not known"
+    assert checks["configuration"]["detail"] == "pgcdc.yaml, line 2: adapters[0]: 'fiel' is unknown"
 
 
 def test_slot_without_a_state_directory_and_typed_rows(database: Database, folder: Path) -> None:

@@ -247,7 +247,7 @@ def test_what_cannot_be_compared_is_said_and_counted(postgres: EmbeddedPostgres,
         reasons = {one.adapter: one.reason for one in report.tables}
         assert report.exit_code == 3 and report.left_out == ["adapter noop (type noop) cannot be read back"]
         assert reasons["mirror"] == ""
-        assert "a filter leaves out operations" in reasons["inserts"] and "another form" in reasons["boxed"]
+        assert "a filter removes operations" in reasons["inserts"] and "another form" in reasons["boxed"]
         flow.chains = flow.chains.having([replace(flow.chains.specs[0], transforms=(sql,))])
         assert "only Spark can run it" in flow.verify().tables[0].reason
 
@@ -303,7 +303,7 @@ def test_without_a_pipeline_it_compares_only_if_told_to(postgres: EmbeddedPostgr
     with mirrored(postgres, tmp_path, ITEMS, ROWS) as (flow, _):
         flow.run("DELETE FROM items WHERE id = 1")
         flow.lock.release()
-        for options, text in (({}, "does not run.*--at-rest"), ({"repair": True, "at_rest": True}, "only a running")):
+        for options, text in (({}, "is not running.*--at-rest"), ({"repair": True, "at_rest": True}, "only a running")):
             with pytest.raises(StateError, match=text):
                 flow.verify(**options)
         report = flow.verify(at_rest=True)

@@ -76,7 +76,7 @@ def test_beside_a_running_pipeline(postgres: EmbeddedPostgres, tmp_path: Path) -
             assert "1 missing, 1 different" in shown
             assert one.stop() == 0, one.said()
             done = one.verify()
-            assert done.returncode == 2 and "does not run" in done.stderr and "--at-rest" in done.stderr
+            assert done.returncode == 2 and "is not running" in done.stderr and "--at-rest" in done.stderr
             assert one.verify("--at-rest").returncode == 1
             one.url = target
             done = one.verify("--at-rest")

@@ -168,7 +168,7 @@ UNAVAILABLE: dict[str, tuple[How, str]] = {
     "408": (answer(408), "answer 408"),
     "garbage": (raw(b"\x00\xff\x16\x03 this is no HTTP\r\n\r\n"), "not HTTP"),
     "half a status": (raw(b"HTTP/1.1 2"), "answer|closed|HTTP"),
-    "closes at once": (raw(), "closed before there was an answer"),
+    "closes at once": (raw(), "closed before the answer"),
     "huge header": (raw(b"HTTP/1.1 200 OK\r\nX: " + b"y" * 100_000 + b"\r\n\r\n"), "not HTTP"),
     "never answers": (_never, "no answer within 0.3 s"),
 }

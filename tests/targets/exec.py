@@ -67,15 +67,15 @@ class _ExecTarget(BaseTarget):
     def wrong_options(self) -> Sequence[tuple[Mapping[str, Any], str]]:
         return [
             ({}, "command or argv"),
-            ({"command": "cat", "argv": ["cat"]}, "command and argv are both given"),
+            ({"command": "cat", "argv": ["cat"]}, "command and argv cannot be combined"),
             ({"command": "  "}, "command or argv"),
             ({"argv": "'"}, "not a list of words"),
             ({"argv": [""]}, "is empty"),
             ({"command": "cat", "ack": "maybe"}, "ack"),
             ({"argv": ["/does/not/exist"]}, "/does/not/exist does not exist"),
-            ({"argv": [str(self.acks)]}, "does not exist, or cannot be executed"),
+            ({"argv": [str(self.acks)]}, "does not exist or is not executable"),
             ({"command": "does-not-exist-at-all --now"}, "does-not-exist-at-all does not exist"),
-            ({"command": "cat 'x"}, "the shell cannot read the command"),
+            ({"command": "cat 'x"}, "the shell cannot parse the command"),
         ]
 
 

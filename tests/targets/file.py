@@ -88,8 +88,8 @@ class RotatingFile(BaseTarget):
     def wrong_options(self) -> Sequence[tuple[Mapping[str, Any], str]]:
         path = str(self.path)
         return [
-            ({"path": path, "max_files": 3}, "max_files is for files that rotate"),
-            ({"path": path, "compress": "zstd"}, "compress is for files that rotate"),
+            ({"path": path, "max_files": 3}, "max_files applies to rotated files"),
+            ({"path": path, "compress": "zstd"}, "compress applies to rotated files"),
             ({"path": path, "max_size": "many"}, "not a size"),
             ({"path": path, "max_size": -1}, "max_size"),
             ({"path": path, "max_size": 1, "max_files": -1}, "max_files"),
@@ -124,7 +124,7 @@ class _OnDisk(BaseTarget):
         return [
             ({}, "path"),
             ({"path": ""}, "path"),
-            ({"path": str(self.path), "colour": "red"}, "colour is not known"),
+            ({"path": str(self.path), "colour": "red"}, "unknown key colour"),
             ({"path": str(self.path.parent / "missing" / "events.jsonl")}, "does not exist"),
             ({"path": f"/proc/{self.path.name}"}, "/proc/"),
         ]

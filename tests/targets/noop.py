@@ -30,7 +30,7 @@ class NoopTarget(BaseTarget):
             return WHOLE
 
     def wrong_options(self) -> Sequence[tuple[Mapping[str, Any], str]]:
-        return [({"path": "x"}, "path is not known")]
+        return [({"path": "x"}, "unknown key path")]
 
 
 TARGETS = {"noop": NoopTarget}

@@ -106,13 +106,13 @@ class PgAppendTarget(_PgTarget):
         gone = SERVERS.postgres.url("no_such_database")
         return [
             ({"db": self.url, "mode": "upsert"}, "mode"),
-            ({"db": self.url, "colour": "red"}, "colour is not known"),
+            ({"db": self.url, "colour": "red"}, "unknown key colour"),
             ({"db": ""}, "needs a database"),
-            ({"db": self.url, "db_file": "/run/secrets/db"}, "db and db_file are given"),
+            ({"db": self.url, "db_file": "/run/secrets/db"}, "db and db_file cannot be combined"),
             ({"db_file": "/no/such/file"}, "cannot be read"),
             ({"db": "postgresql://u:p@ss@host:x/db"}, "cannot be read"),
             ({"db": self.url, "table": "a.b.c"}, "not a table name"),
-            ({"db": self.url, "evolve": "add"}, "is for --pg-table-mode apply"),
+            ({"db": self.url, "evolve": "add"}, "needs --pg-table-mode apply"),
             ({"db": gone}, "does not exist"),
         ]
 
@@ -144,7 +144,7 @@ class PgApplyTarget(_PgTarget):
     def wrong_options(self) -> Sequence[tuple[Mapping[str, Any], str]]:
         given = {"db": self.url, "mode": "apply"}
         return [
-            ({**given, "table": "events"}, "is for --pg-table-mode append"),
+            ({**given, "table": "events"}, "needs --pg-table-mode append"),
             ({**given, "evolve": "sometimes"}, "evolve"),
             ({**given, "tables": ["orders"]}, "orders"),
         ]

@@ -86,13 +86,13 @@ class WebhookTarget(BaseTarget):
     def wrong_options(self) -> Sequence[tuple[Mapping[str, Any], str]]:
         url = "https://example.com/hook"
         return [
-            ({}, "url or url_file is needed"),
-            ({"url": "example.com"}, "no URL of a webhook"),
+            ({}, "url or url_file is required"),
+            ({"url": "example.com"}, "not the URL of a webhook"),
             ({"url": "https://user:pw@example.com/"}, "Authorization"),
             ({"url": url, "batch_size": 0}, "batch_size"),
             ({"url": url, "headers": {"X-PGCDC-Event-ID": "1"}}, "set by pgcdc"),
             ({"url": url, "signing_key_file": str(self.acks / "missing")}, "cannot be read"),
-            ({"url": url, "colour": "red"}, "colour is not known"),
+            ({"url": url, "colour": "red"}, "unknown key colour"),
             ({"url": "http://127.0.0.1:1/"}, "private address"),
             ({"url": url, "ca_file": str(self.acks / "missing")}, "cannot be used for TLS"),
         ]

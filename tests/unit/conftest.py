@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pgcdc.core import log
 from pgcdc.source.postgres.wire.rows import decoder_name
 
 
@@ -14,3 +15,9 @@ def decoder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if decoder_name() != request.param:
         pytest.skip("the compiled decoder was not built")
     return decoder_name()
+
+
+@pytest.fixture(autouse=True)
+def no_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command that a test runs in this process gives no times to the lines of the next test."""
+    monkeypatch.setattr(log, "_format", None)

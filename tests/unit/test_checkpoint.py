@@ -26,7 +26,7 @@ def test_the_ends_of_batches_are_there_after_a_crash_but_half_of_one_is_not(tmp_
     (tmp_path / "main" / "ends" / "3").write_text(f"{at(4)}")
     again = Checkpoint(tmp_path / "main", at(0))
     assert [again.end_of(number) for number in range(3)] == [at(1), at(2), at(3)]
-    with pytest.raises(StateError, match="does not say where batch 3 ended"):
+    with pytest.raises(StateError, match="does not record where batch 3 ended"):
         again.end_of(3)
     again.note(3, at(5))
     assert Checkpoint(tmp_path / "main", at(0)).end_of(3) == at(5)
@@ -150,5 +150,5 @@ def test_what_spark_committed_before_the_machine_crashed_comes_again_if_its_end_
     assert names == {"offsets": ["0", "1", "2"], "commits": ["0", "1"]}, "batch 2 comes again as it was planned"
     for name in ("0", "1"):
         (ends / name).unlink()
-    with pytest.raises(StateError, match="does not say where batch 1 ended"):
+    with pytest.raises(StateError, match="does not record where batch 1 ended"):
         Lane("main", lane.checkpoint.folder, at(1), list)

@@ -122,8 +122,8 @@ def test_source_options_carry_every_value() -> None:
 
 
 FILE_ERRORS = {
-    "unknown_key": ("all_tables: true\n\nslot: orders\n", ["pgcdc.yaml, line 3: slot", "not known", "slot_name"]),
-    "unknown_key_with_dash": ("slott-name: x\n", ["line 1: slott_name", "not known"]),
+    "unknown_key": ("all_tables: true\n\nslot: orders\n", ["pgcdc.yaml, line 3: slot", "unknown key", "slot_name"]),
+    "unknown_key_with_dash": ("slott-name: x\n", ["line 1: slott_name", "unknown key"]),
     "bad_number": ("# c\nmax_batch_rows: many\n", ["pgcdc.yaml, line 2: max_batch_rows", "integer", "'many'"]),
     "too_small": ("max_batch_rows: 0\n", ["line 1: max_batch_rows", "greater than or equal to 1"]),
     "bad_bytes": ("spool_limit: lots\n", ["line 1: spool_limit", "'lots'"]),
@@ -173,8 +173,8 @@ def test_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
 
 TOGETHER: dict[str, tuple[dict[str, Any], str]] = {
     "no_database": ({"all_tables": True}, "no database"),
-    "no_tables": ({"db": DB}, "which tables"),
-    "tables_twice": ({"db": DB, "tables": ("a",), "all_tables": True}, "which tables"),
+    "no_tables": ({"db": DB}, "select"),
+    "tables_twice": ({"db": DB, "tables": ("a",), "all_tables": True}, "select"),
     "no_adapter": (MINIMAL | {"adapters": ()}, "no adapter"),
     "adapter_twice": (MINIMAL | {"adapters": ("stdout", "stdout")}, "twice"),
     "file_without_path": (MINIMAL | {"adapters": ("file",)}, "--file-path"),

@@ -55,7 +55,7 @@ def test_late_consumer_never_moves_confirmation_back(path: Path, consumers: Cons
     consumers.join("a", START)
     consumers.ack("a", Position.end(2400))
     assert consumers.confirmable() == 2400
-    with pytest.raises(GapError, match=r"cannot begin at .*: changes are kept only after"):
+    with pytest.raises(GapError, match=r"cannot start at .*: changes are kept only after"):
         consumers.join("late", START)
     assert consumers.join("late").initial == Position.end(2400)
     assert consumers.confirmable() == 2400
@@ -208,7 +208,7 @@ def test_consumer_that_comes_back_after_being_forgotten_begins_anew(consumers: C
 def test_forgetting_an_unknown_consumer_names_the_known_ones(consumers: Consumers) -> None:
     consumers.join("b", START)
     consumers.join("a", START)
-    with pytest.raises(ConfigError, match="no consumer 'x'") as caught:
+    with pytest.raises(ConfigError, match="consumer 'x' does not exist") as caught:
         consumers.forget("x")
     assert "a, b" in caught.value.advice
 

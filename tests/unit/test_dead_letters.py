@@ -171,14 +171,14 @@ def test_store_that_is_down_stops_the_adapter_and_nothing_is_passed_over(error: 
 
 def test_event_that_it_was_not_given_is_a_defect() -> None:
     setup = Setup(ScriptedSink(SinkRejected("x", "", [Reject(str(Position.at(999, 1)), "k", "t")])))
-    with pytest.raises(SinkError, match="was not given"):
+    with pytest.raises(SinkError, match="was not sent"):
         setup.delivery.write(batch(3))
 
 
 def test_event_that_is_refused_again_when_it_was_left_out_is_a_defect_and_no_endless_loop() -> None:
     reject = SinkRejected("x", "", [Reject(at(2)[0], "k", "t")])
     setup = Setup(ScriptedSink(reject, reject))
-    with pytest.raises(SinkError, match="was not given"):
+    with pytest.raises(SinkError, match="was not sent"):
         setup.delivery.write(batch(3))
 
 

@@ -242,7 +242,7 @@ def test_open_that_hangs_is_given_up_and_nothing_is_written_before_it_has_ended(
     setup.sink.is_hanging = True
     setup.delivery.open(START)  # it has an ack to begin from
     assert setup.clock.time == 1030
-    with pytest.raises(SinkTimeout, match="has not ended yet"):
+    with pytest.raises(SinkTimeout, match="is still running"):
         setup.delivery.write(batch())
     gate.set()
     setup.release()
@@ -307,7 +307,7 @@ def test_breaker_opens_after_failures_in_a_row_and_says_when_the_next_try_is() -
             setup.delivery.write(batch())
     assert setup.delivery.attempts.breaker is BreakerState.OPEN
     setup.clock.time += 18.5
-    said = "failed 2 times in a row: the next try is in 42 s; the last failure: it is down"
+    said = "failed 2 times in a row; the next attempt is in 42 s. Its last failure: it is down"
     with pytest.raises(CircuitOpen, match=said) as caught:
         setup.delivery.write(batch())
     assert caught.value.retry_in_s == pytest.approx(41.5)
@@ -442,12 +442,12 @@ def test_never_more_than_rate_and_burst_allow(rate: float, burst: int, story: li
 
 def test_write_that_hangs_has_failed_after_its_timeout_and_no_other_starts_before_it_ended() -> None:
     setup = Setup("hang", timeout=30)
-    with pytest.raises(SinkTimeout, match="has not ended within 30 s") as caught:
+    with pytest.raises(SinkTimeout, match="did not finish within 30 s") as caught:
         setup.delivery.write(batch())
     assert policy_of(caught.value) is Policy.RETRY
     assert "scripted_timeout" in caught.value.advice
     assert setup.clock.time == 1030
-    with pytest.raises(SinkTimeout, match=r"an earlier write .* has not ended"):
+    with pytest.raises(SinkTimeout, match=r"an earlier write .* is still running"):
         setup.delivery.write(batch())
     busy = [setup.delivery.attempts.is_busy]
     assert setup.sink.sizes == [3]
@@ -556,7 +556,7 @@ def test_stop_ends_the_wait_for_a_hung_write() -> None:
     with pytest.raises(SinkTimeout):
         setup.delivery.write(batch())
     setup.clock.at = [(1031.0, setup.delivery.stop)]
-    with pytest.raises(DeliveryStopped, match="has not ended"):
+    with pytest.raises(DeliveryStopped, match="is still running"):
         setup.delivery.write(batch())
     assert setup.clock.time == 1031
     setup.release()
@@ -601,7 +601,7 @@ def test_end_of_an_outage_is_said_once_and_counted(capfd: pytest.CaptureFixture[
     setup.delivery.write(batch())  # the first try fails again
     setup.delivery.write(batch(3, END, Position.end(120)))
     (line,) = [one for one in capfd.readouterr().err.splitlines() if "recovered" in one]
-    assert line == "pgcdc: adapter scripted: recovered after 68 s, 4 attempts"
+    assert line == "pgcdc: adapter scripted: recovered after 68 s and 4 attempts"
     assert counters.get(TARGET_RECOVERIES, adapter="scripted") == before + 1
 
 

@@ -47,10 +47,10 @@ def reason(after: tuple[Relation, dict[str, Any] | None], chain: SimpleChain | N
         (side(("id", 1, BIGINT), ("a", 2, TEXT), filenode=101), "rewritten"),
         (side(("id", 1, INT), natts=2), ""),
         ((side(("id", 1, INT), ("b", 2, TEXT))[0], None), "altered again"),
-        (side(("id", 1, INT), ("a", 3, TEXT)), "rows came before"),
+        (side(("id", 1, INT), ("a", 3, TEXT)), "rows arrived before"),
         (side(("id", 1, INT), ("a", 3, BIGINT)), ""),
-        (side(("id", 1, INT), ("b", 3, TEXT)), "may be of either"),
-        (side(("id", 1, INT), ("a", 3, VARCHAR)), "may be of either"),
+        (side(("id", 1, INT), ("b", 3, TEXT)), "may have either"),
+        (side(("id", 1, INT), ("a", 3, VARCHAR)), "may have either"),
         (side(("id", 1, INT), ("b", 3, INT)), ""),
         (side(("id", 1, INT), natts=3), "added and dropped in between"),
     ],
@@ -67,7 +67,7 @@ def test_only_what_the_catalog_proves_is_followed(after: tuple[Relation, dict[st
 
 def test_a_column_that_only_a_mark_tells_to_be_another_is_read_again() -> None:
     after = side(("id", 1, INT), ("a", 3, TEXT))
-    assert "rows came before" in reason(after, position=Position.of_chunk(5, 0, 0))
+    assert "rows arrived before" in reason(after, position=Position.of_chunk(5, 0, 0))
 
 
 def test_rows_that_were_rewritten_in_the_same_shape_are_read_again_unless_no_column_was_touched() -> None:
@@ -94,7 +94,7 @@ def test_partitions_with_rows_are_a_reason_and_new_ones_are_not() -> None:
 
 def test_columns_that_moved_up_before_a_new_one_are_read_again() -> None:
     before = side(("id", 1, INT), ("a", 2, TEXT), ("b", 3, TEXT))
-    assert "may be of either" in reason(side(("id", 1, INT), ("a", 3, TEXT), ("b", 4, TEXT)), before=before)
+    assert "may have either" in reason(side(("id", 1, INT), ("a", 3, TEXT), ("b", 4, TEXT)), before=before)
     renamed = side(("id", 1, INT), ("a", 3, TEXT))
     assert reason(renamed, before=before) == ""
     assert "in between" in reason((renamed[0], {**renamed[1], "natts": 4}), before=before)
@@ -102,7 +102,7 @@ def test_columns_that_moved_up_before_a_new_one_are_read_again() -> None:
 
 def test_a_column_that_stood_where_the_new_one_is_now_is_read_again() -> None:
     before = side(("id", 1, INT), ("a", 2, TEXT), ("c", 3, INT))
-    assert "may be of either" in reason(side(("id", 1, INT), ("b", 4, TEXT)), before=before)
+    assert "may have either" in reason(side(("id", 1, INT), ("b", 4, TEXT)), before=before)
     assert reason(side(("id", 1, INT), ("b", 4, BIGINT)), before=before) == ""
 
 

@@ -119,7 +119,7 @@ def test_a_file_that_is_gone_or_shorter_is_refused(tmp_path: Path) -> None:
         with pytest.raises(SinkError, match="has 0 bytes, but 10 were written"):
             sink.read_events(store)
         (tmp_path / "events.jsonl").unlink()
-        with pytest.raises(SinkError, match="is gone"):
+        with pytest.raises(SinkError, match="is missing"):
             sink.read_events(store)
 
 

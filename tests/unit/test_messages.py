@@ -1,243 +1,75 @@
-"""Envelope and pgoutput messages: what they decode to, and what damaged ones say."""
+"""Every line that pgcdc can print reads as a colleague would say it. `python tests/said_lines.py` shows them all."""
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable
-from typing import Any
+import re
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from wire import (
-    encode_begin,
-    encode_commit,
-    encode_insert,
-    encode_keepalive,
-    encode_message,
-    encode_origin,
-    encode_relation,
-    encode_truncate,
-    encode_type,
+from said_lines import Line, gather
+
+LINES = gather()
+ERRORS = [line for line in LINES if line.kind == "error" and not line.path.startswith("source/postgres/wire/")]
+
+STILTED = (
+    r"any more", r"\banew\b", r"\btold\b", r"\bhears? of", r"\bhear of", r"\bgo(es)? on\b", r"\bgoing on\b", r"what holds",
+    r"\bthese hold\b", r"\bthat there (is|are)\b", r"\b(is|are) no values? of", r"\b(is|are) to (hold|be)\b",
+    r"there is no word", r"(?<!there )\b(is|are) no (?!longer)[a-z]", r"made-up", r"\bcomes? again\b", r"\bbegins? again\b",
+    r"\bbegun and\b", r"\bmade again\b", r"\bonce more\b", r"\bby now\b", r"\bso many\b", r"\btried again\b",
+    r"\b(is|are) (both )?given\b", r"\bis said\b", r"\bnobody\b", r"\bas you ask\b", r"\bof before\b", r"\bthe sinks?\b",
+    r"\bstands? (in|at|behind)\b", r"\b(comes?|puts?) behind\b", r"\bnot known\b", r"\bbegin with a new\b", r"\bGive --",
+    r"\bGive (one|all|that)\b", r"\bLeave (it|them|--\S+|one of them) out\b", r"\bTake it away\b", r"\bdoes not go with\b",
+    r"\bis wanted of\b", r"\btakes no\b", r"\bnothing (runs|goes)\b", r"\bmake room\b", r"\bin one way\b",
+    r"\bit does not go\b", r"\blooks? at (?!it\b)", r"\bquick ways?\b", r"\bnot ours\b", r"\bfor machines\b",
+)  # fmt: skip
+"""How a colleague would not say it (docs of style: "Prose")."""
+
+_COUNTED = re.compile(
+    r"(?<!about )\{(?!counted|[A-Z_]+\}|self\._[A-Z_]+\})[^{}]*\} "
+    r"(rows|events|tables|commits|dead letters|attempts|snapshots|parts|times in a row)\b(?!/s)"
 )
 
-from pgcdc.core.errors import DecodeError
-from pgcdc.core.relation import Column, Relation
-from pgcdc.source.postgres.wire.messages import (
-    Begin,
-    Commit,
-    Keepalive,
-    Message,
-    Origin,
-    Truncate,
-    Type,
-    encode_status_update,
-    parse_begin,
-    parse_commit,
-    parse_keepalive,
-    parse_message,
-    parse_origin,
-    parse_pgoutput,
-    parse_relation,
-    parse_truncate,
-    parse_type,
-)
 
-LSN = 0x16_B374D848
-NOW = 1_700_000_000_123_456  # microseconds since 1970
-ORDERS = Relation(
-    16384,
-    "public",
-    "orders",
-    "d",
-    (Column("id", 20, -1, True), Column("naïve", 1043, 24, False)),
-)
-CATALOG = Relation(1259, "pg_catalog", "pg_class", "n", ())
-
-PARSED: dict[str, tuple[bytes, Any]] = {
-    "begin": (encode_begin(LSN, NOW, 2**32 - 1), Begin(LSN, NOW, 2**32 - 1)),
-    "commit": (encode_commit(LSN, LSN + 48, NOW, flags=3), Commit(3, LSN, LSN + 48, NOW)),
-    "before_2000": (encode_begin(LSN, 1, 1), Begin(LSN, 1, 1)),
-    "origin": (encode_origin(2**64 - 1, "elsewhere"), Origin(2**64 - 1, "elsewhere")),
-    "relation": (encode_relation(ORDERS), ORDERS),
-    "relation_of_pg_catalog": (encode_relation(CATALOG), CATALOG),
-    "type": (encode_type(16400, "public", "mood"), Type(16400, "public", "mood")),
-    "truncate": (encode_truncate([1, 2**32 - 1]), Truncate((1, 2**32 - 1), False, False)),
-    "truncate_cascade": (encode_truncate([1], cascade=True), Truncate((1,), True, False)),
-    "truncate_restart": (encode_truncate([1], restart_identity=True), Truncate((1,), False, True)),
-    "message": (encode_message("audit", b"\0\xff", LSN), Message(True, LSN, "audit", b"\0\xff")),
-    "message_outside_of_transactions": (encode_message("", b"", LSN, False), Message(False, LSN, "", b"")),
-}
-
-BODIES = {  # the bytes of the documentation, not of our own encoder
-    "begin": (b"B" + bytes(7) + b"\x10" + bytes(8) + b"\0\0\x02\xda", Begin(16, 946_684_800_000_000, 730)),
-    "commit": (
-        b"C\0" + bytes(7) + b"\x10" + bytes(7) + b"\x20" + bytes(7) + b"\x01",
-        Commit(0, 16, 32, 946_684_800_000_001),
-    ),
-    "relation": (
-        b"R\0\0\x40\0s\0t\0f\0\x01\x01id\0\0\0\0\x17\xff\xff\xff\xff",
-        Relation(16384, "s", "t", "f", (Column("id", 23, -1, True),)),
-    ),
-    "truncate": (b"T\0\0\0\x01\x03\0\0\x40\0", Truncate((16384,), True, True)),
-    "message": (b"M\x01" + bytes(7) + b"\x10p\0\0\0\0\x02hi", Message(True, 16, "p", b"hi")),
-}
-
-DAMAGED: dict[str, tuple[Callable[[bytes, int], Any], bytes, str]] = {
-    "keepalive_as_data": (
-        parse_keepalive,
-        b"w" + bytes(30),
-        "Keepalive message at 16/B374D848: tag is 'w', not 'k'",
-    ),
-    "short_keepalive": (
-        parse_keepalive,
-        encode_keepalive(1)[:-1],
-        "Keepalive message at 16/B374D848: reply requested is truncated: needs 1 bytes, 0 are left",
-    ),
-    "long_keepalive": (
-        parse_keepalive,
-        encode_keepalive(1) + b"x",
-        "Keepalive message at 16/B374D848: end is followed by 1 bytes",
-    ),
-    "no_message": (parse_pgoutput, b"", "pgoutput message at 16/B374D848: tag is truncated: needs 1 bytes, 0 are left"),
-    "unknown_message": (parse_pgoutput, b"\x80", "pgoutput message at 16/B374D848: tag is unknown: 0x80"),
-    "row_change": (parse_pgoutput, encode_insert(1, []), "pgoutput message at 16/B374D848: tag is unknown: 'I'"),
-    "empty_begin": (parse_begin, b"", "Begin message at 16/B374D848: tag is truncated: needs 1 bytes, 0 are left"),
-    "commit_as_begin": (parse_begin, encode_commit(1, 2), "Begin message at 16/B374D848: tag is 'C', not 'B'"),
-    "short_xid": (
-        parse_begin,
-        encode_begin(1)[:-1],
-        "Begin message at 16/B374D848: xid is truncated: needs 4 bytes, 3 are left",
-    ),
-    "long_commit": (
-        parse_commit,
-        encode_commit(1, 2) + b"xx",
-        "Commit message at 16/B374D848: end is followed by 2 bytes",
-    ),
-    "no_nul": (parse_origin, encode_origin(1, "a")[:-1], "Origin message at 16/B374D848: name has no NUL terminator"),
-    "latin1": (
-        parse_type,
-        b"Y\0\0\0\x01s\0\xe9\0",
-        "Type message at 16/B374D848: name is not UTF-8: b'\\xe9'",
-    ),
-    "replica_identity": (
-        parse_relation,
-        encode_relation(CATALOG).replace(b"\0n", b"\0x"),
-        "Relation message at 16/B374D848: replica identity is unknown: 'x'",
-    ),
-    "negative_columns": (
-        parse_relation,
-        encode_relation(CATALOG)[:-2] + b"\xff\xff",
-        "Relation message at 16/B374D848: column count is negative: -1",
-    ),
-    "missing_column": (
-        parse_relation,
-        encode_relation(CATALOG)[:-2] + b"\x7f\xff",
-        "Relation message at 16/B374D848: column 1 flags is truncated: needs 1 bytes, 0 are left",
-    ),
-    "short_type_modifier": (
-        parse_relation,
-        encode_relation(ORDERS)[:-1],
-        "Relation message at 16/B374D848: column 2 type modifier is truncated: needs 4 bytes, 3 are left",
-    ),
-    "negative_relations": (
-        parse_truncate,
-        b"T\x80\0\0\0\0",
-        "Truncate message at 16/B374D848: relation count is negative: -2147483648",
-    ),
-    "missing_relation": (
-        parse_truncate,
-        b"T\x7f\xff\xff\xff\0" + bytes(4),
-        "Truncate message at 16/B374D848: relation 2 oid is truncated: needs 4 bytes, 0 are left",
-    ),
-    "negative_content": (
-        parse_message,
-        b"M\0" + bytes(8) + b"p\0\xff\xff\xff\xff",
-        "Message message at 16/B374D848: content length is negative: -1",
-    ),
-    "short_content": (
-        parse_message,
-        encode_message("p", b"hello")[:-2],
-        "Message message at 16/B374D848: content is truncated: needs 5 bytes, 3 are left",
-    ),
-}
+def show(lines: list[Line]) -> str:
+    return "\n".join(map(str, lines))
 
 
-@pytest.mark.parametrize("form", [bytes, memoryview])
-@pytest.mark.parametrize("case", PARSED)
-def test_a_message_is_parsed(case: str, form: Callable[[bytes], bytes]) -> None:
-    encoded, expected = PARSED[case]
-    assert parse_pgoutput(form(encoded), LSN) == expected
+def test_the_list_is_whole() -> None:
+    kinds = {line.kind for line in LINES}
+    assert {"error", "advice", "help", "check", "say", "echo", "print", "log", "text"} <= kinds
+    assert len(ERRORS) > 400 and len(LINES) > 2000
 
 
-@pytest.mark.parametrize("case", BODIES)
-def test_the_documented_bytes_are_parsed(case: str) -> None:
-    encoded, expected = BODIES[case]
-    assert parse_pgoutput(encoded) == expected
+@pytest.mark.parametrize("words", STILTED)
+def test_no_line_is_stilted(words: str) -> None:
+    assert not (found := [line for line in LINES if re.search(words, line.text, re.IGNORECASE)]), show(found)
 
 
-@pytest.mark.parametrize("case", DAMAGED)
-def test_a_damaged_message_is_an_error_that_names_type_field_and_lsn(case: str) -> None:
-    parse, encoded, text = DAMAGED[case]
-    with pytest.raises(DecodeError) as caught:
-        parse(encoded, LSN)
-    assert caught.value.message == text
-    assert caught.value.advice
+def test_numbers_stand_with_counted_so_that_one_row_is_no_rows() -> None:
+    assert not (found := [line for line in LINES if _COUNTED.search(line.text)]), show(found)
 
 
-@pytest.mark.parametrize("case", PARSED)
-def test_every_truncation_of_a_message_is_an_error(case: str) -> None:
-    encoded, _ = PARSED[case]
-    for size in range(len(encoded)):
-        with pytest.raises(DecodeError):
-            parse_pgoutput(encoded[:size])
+def test_an_error_is_one_sentence_without_a_full_stop() -> None:
+    """The advice follows it: `sentences` adds the stop between them."""
+    wrong = [line for line in ERRORS if re.search(r"[^.][.! ]$|^ ", line.text)]
+    assert not wrong, show(wrong)
 
 
-def test_an_unknown_lsn_is_not_named() -> None:
-    with pytest.raises(DecodeError) as caught:
-        parse_pgoutput(b"Z")
-    assert caught.value.message == "pgoutput message: tag is unknown: 'Z'"
+def test_an_error_names_the_thing_with_its_words() -> None:
+    """Two words at least beside the values, and no capital where the sentence begins."""
+    plain = [(line, re.sub(r"\{[^{}]*(\{[^{}]*\}[^{}]*)*\}", "X", line.text)) for line in ERRORS]
+    short = [line for line, text in plain if len(re.findall(r"[\w-]+", text)) < 2 and line.text[:1] != "{"]
+    assert not short, show(short)
+    first = [line for line, text in plain if re.match(r"[A-Z][a-z]+ ", text) and not text.startswith(NAMES)]
+    assert not first, show(first)
 
 
-@pytest.mark.parametrize("asked", [False, True])
-def test_keepalive(asked: bool) -> None:
-    assert parse_keepalive(encode_keepalive(LSN, NOW, asked)) == Keepalive(LSN, NOW, asked)
+NAMES = ("PostgreSQL", "Spark", "Java", "Debezium")
 
 
-def test_a_status_update_has_the_bytes_of_the_protocol() -> None:
-    encoded = encode_status_update(3, 2, 1, 7, True)
-    assert encoded == b"r" + struct.pack("!QQQqB", 3, 2, 1, 7, 1)
-    assert len(encoded) == 34
-
-
-@settings(max_examples=300, deadline=None)
-@given(data=st.data())
-def test_no_bytes_raise_anything_but_a_decode_error(data: st.DataObject) -> None:
-    encoded = bytearray(data.draw(st.sampled_from([encoded for encoded, _ in PARSED.values()])))
-    for _ in range(data.draw(st.integers(1, 3))):
-        at = data.draw(st.integers(0, len(encoded)))
-        encoded[at : at + data.draw(st.integers(0, 2))] = data.draw(st.binary(max_size=2))
-    for parse in (parse_pgoutput, parse_keepalive):
-        try:
-            parse(bytes(encoded), LSN)
-        except DecodeError as error:
-            assert "16/B374D848" in error.message
-
-
-IDENTIFIERS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1, max_size=10)
-COLUMNS = st.builds(Column, IDENTIFIERS, st.integers(0, 2**32 - 1), st.integers(-(2**31), 2**31 - 1), st.booleans())
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    relation=st.builds(
-        Relation,
-        st.integers(0, 2**32 - 1),
-        IDENTIFIERS,
-        IDENTIFIERS,
-        st.sampled_from("dnfi"),
-        st.lists(COLUMNS, max_size=5).map(tuple),
-    )
-)
-def test_any_relation_survives_the_wire(relation: Relation) -> None:
-    assert parse_relation(encode_relation(relation)) == relation
+def test_an_advice_begins_with_a_capital_or_a_command() -> None:
+    advice = [line for line in LINES if line.kind == "advice"]
+    wrong = [
+        line for line in advice if re.match(r"[a-z]", line.text) and not line.text.startswith(("pgcdc", "expected"))
+    ]
+    wrong = [line for line in wrong if " " in line.text and line.path != "spark/archive.py"]  # os.PathLike errors
+    assert not wrong, show(wrong)

@@ -202,7 +202,7 @@ def test_equal_contents_are_said_to_be_equal(tmp_path: Path) -> None:
     verdict = compare(write_events(tmp_path / "events", make_event(1), make_event(2)), SHOP)
     assert verdict.is_equal
     assert str(verdict) == (
-        "source and delivered content are equal: 2 rows in 1 tables, 2 events, nothing lost, nothing twice"
+        "source and delivered content are equal: 2 rows in 1 table, 2 events, none lost, none twice"
     )
 
 
@@ -229,7 +229,7 @@ def test_events_out_of_order_are_found(tmp_path: Path) -> None:
     assert len(verdict.faults) == 1 and "came after" in verdict.faults[0]
 
 
-@pytest.mark.parametrize(("ending", "reason"), [(b'{"id"', "line 2 is not JSON"), (b"{}", "line 2 has no end")])
+@pytest.mark.parametrize(("ending", "reason"), [(b'{"id"', "line 2 is not JSON"), (b"{}", "line 2 is incomplete")])
 def test_a_file_that_is_cut_off_is_found(tmp_path: Path, ending: bytes, reason: str) -> None:
     path = write_events(tmp_path / "events", make_event(1))
     path.write_bytes(path.read_bytes() + ending)

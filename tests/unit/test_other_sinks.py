@@ -111,10 +111,7 @@ def test_package_of_somebody_else_adds_an_adapter_and_broken_ones_are_refused_by
     found = json.loads(done.stdout)
     assert found["out"] == "ONE\n"
     assert found["secrets"] == ["hush-hush-hush"]
-    assert (
-        "the adapter half of the package shouting 1.5 (shouting:Half) does not keep the contract"
-        in found["said"]["half"]
-    )
+    assert "the adapter half of the package shouting 1.5 (shouting:Half) breaks the contract" in found["said"]["half"]
     assert "its options do not derive from SinkOptions" in found["said"]["half"]
     assert "the adapter broken of the package shouting 1.5" in found["said"]["broken"]
     assert "No module named 'missing'" in found["said"]["broken"]
@@ -122,7 +119,7 @@ def test_package_of_somebody_else_adds_an_adapter_and_broken_ones_are_refused_by
 
 
 def test_unknown_adapter_is_told_which_there_are_and_which_is_nearest() -> None:
-    with pytest.raises(ConfigError, match="there is no adapter 'fil'") as caught:
+    with pytest.raises(ConfigError, match="adapter 'fil' does not exist") as caught:
         ADAPTERS.find("fil")
     assert caught.value.advice == "Did you mean file?"
     with pytest.raises(ConfigError) as caught:

@@ -65,10 +65,10 @@ def test_flags_and_rules_for_tables() -> None:
         ({"pg_table_db": "postgresql://u:s3cret@x@h:p/d"}, "cannot be read"),
         ({"pg_table_db_file": TARGET}, "not the path of a file"),
         ({"pg_table_db_file": "/no/such/file"}, "cannot be read"),
-        ({"pg_table_triggers": "on"}, "--pg-table-triggers is for --pg-table-mode apply"),
-        ({"pg_table_mode": "apply", "pg_table_table": "x"}, "is for --pg-table-mode append"),
+        ({"pg_table_triggers": "on"}, "--pg-table-triggers needs --pg-table-mode apply"),
+        ({"pg_table_mode": "apply", "pg_table_table": "x"}, "needs --pg-table-mode append"),
         ({"pg_table_table": "a.b.c"}, "not a table name"),
-        ({"adapters": ["stdout"], "pg_table_mode": "apply"}, "--pg-table-mode is for --adapter pg_table"),
+        ({"adapters": ["stdout"], "pg_table_mode": "apply"}, "--pg-table-mode needs --adapter pg_table"),
     ],
     ids=str,
 )
@@ -91,7 +91,7 @@ def test_two_adapters_do_not_append_to_one_table(tmp_path: Path) -> None:
 def test_password_stands_in_no_file_and_is_never_shown(tmp_path: Path, form: str) -> None:
     file = tmp_path / "pgcdc.yaml"
     file.write_text(form.format(TARGET))
-    with pytest.raises(ConfigError, match="the password stands in this file") as caught:
+    with pytest.raises(ConfigError, match="this file contains the password") as caught:
         load_config({"db": SOURCE, "all_tables": True}, {}, file)
     assert "hunter2" not in str(caught.value)
     file.write_text(form.format(TARGET.replace("hunter2", "${SECRET}")))

@@ -37,8 +37,8 @@ def test_tables_are_renamed_by_rules_for_tables_then_schemas_then_the_one_schema
     [
         (("orders",), "is not source=target"),
         (("sales.*=orders",), "names a table on one side"),
-        (("orders=a", "public.orders=b"), "two rules for public.orders"),
-        (("orders=a", "items=a"), "orders and items would both go to a"),
+        (("orders=a", "public.orders=b"), "public.orders has two rules"),
+        (("orders=a", "items=a"), "orders and items would both be written to a"),
         (("or ders=a",), "is not a table name"),
     ],
 )

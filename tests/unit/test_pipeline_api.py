@@ -49,11 +49,11 @@ def test_the_variable_says_which_database(monkeypatch: pytest.MonkeyPatch) -> No
         (lambda: sources.postgres(DB, tables=["a"], slot_nam="x"), "slot_name"),
         (lambda: sources.postgres(DB, tables=["a"], max_batch_rows=0), "max_batch_rows"),
         (lambda: sources.postgres(DB), "tables"),
-        (lambda: sources.postgres(DB, tables=["a"], adapters=["file"]), "adapters does not belong to a source"),
-        (lambda: adapters.file("x", **dict[str, Any](timout=3)), "timout is not known"),
+        (lambda: sources.postgres(DB, tables=["a"], adapters=["file"]), "adapters is not a setting of a source"),
+        (lambda: adapters.file("x", **dict[str, Any](timout=3)), "unknown key timout"),
         (lambda: adapters.file("x", timeout=-1), "timeout"),
         (lambda: adapters.file("", name="a"), "path"),
-        (lambda: adapters.noop(**dict[str, Any](priority="high")), "priority 'high' is not known"),
+        (lambda: adapters.noop(**dict[str, Any](priority="high")), "unknown priority 'high'"),
     ],
 )
 def test_wrong_settings_are_named(make: Any, said: str) -> None:
@@ -66,7 +66,7 @@ def test_wrong_settings_are_named(make: Any, said: str) -> None:
     ("given", "said"),
     [
         ([], "no adapter"),
-        ([adapters.noop(), adapters.noop()], "two adapters noop"),
+        ([adapters.noop(), adapters.noop()], "two adapters are named noop"),
         ([adapters.file("x"), adapters.file("x", name="y")], "the same target"),
         ([adapters.file("no/such/folder/x")], "does not exist"),
     ],
@@ -78,11 +78,11 @@ def test_adapters_that_cannot_be_together_are_refused(given: list[Any], said: st
 
 def test_what_needs_a_running_pipeline_says_so(tmp_path: Path) -> None:
     pipeline = Pipeline(sources.postgres(DB, tables=["a"], state_dir=tmp_path), [adapters.noop()])
-    with pytest.raises(PgcdcError, match="does not run"):
+    with pytest.raises(PgcdcError, match="is not running"):
         pipeline.reload([], {})
-    with pytest.raises(PgcdcError, match="does not run"):
+    with pytest.raises(PgcdcError, match="is not running"):
         pipeline.add_adapter(adapters.noop(name="b"))
-    with pytest.raises(PgcdcError, match="does not run"):
+    with pytest.raises(PgcdcError, match="is not running"):
         pipeline.remove_adapter("b")
 
 
@@ -90,7 +90,7 @@ def test_a_reload_takes_everything_or_nothing() -> None:
     specs = (adapters.noop(name="a", routes=["x"]), adapters.noop(name="b"))
     changed = change_specs(specs, {"a": ((), ["y"])})
     assert [one.routes for one in changed] == [("y",), ()]
-    with pytest.raises(ConfigError, match="no adapter 'c'"):
+    with pytest.raises(ConfigError, match="adapter 'c' does not exist"):
         change_specs(specs, {"c": ((), ())})
     said: list[str] = []
     first = sources.postgres(DB, tables=["a"])
@@ -109,7 +109,7 @@ def test_a_reload_takes_everything_or_nothing() -> None:
         reloads.ask()
         assert reloads.take(lambda *given: taken.append(given), ["stdout"])
     assert taken == [((), {"stdout": ((), ())})]
-    assert "the old one goes on: line 3: no" in said[0] and "after a restart: tables" in said[1]
+    assert "the previous one stays in effect: line 3: no" in said[0] and "need a restart: tables" in said[1]
     report = reloads.status()
     assert report.pop("last_reload_at") and report == {"reloads": 1, "reload_errors": 1, "last_reload_error": None}
 
@@ -117,18 +117,21 @@ def test_a_reload_takes_everything_or_nothing() -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: Pipeline("postgresql://x", [adapters.noop()]), "a source is not str"),  # type: ignore[arg-type]
-        (lambda: Pipeline(sources.postgres(DB, tables=["a"]), ["file"]), "'file' is no adapter"),  # type: ignore[list-item]
-        (lambda: Pipeline(sources.postgres(DB, tables=["a"]), [adapters.noop()], ["drop"]), "'drop' is no transform"),
-        (lambda: adapters.noop(name="../x"), "no name for an adapter"),
-        (lambda: adapters.noop(name="main"), "no name for an adapter"),
+        (lambda: Pipeline("postgresql://x", [adapters.noop()]), "str is not a source"),  # type: ignore[arg-type]
+        (lambda: Pipeline(sources.postgres(DB, tables=["a"]), ["file"]), "'file' is not an adapter"),  # type: ignore[list-item]
+        (
+            lambda: Pipeline(sources.postgres(DB, tables=["a"]), [adapters.noop()], ["drop"]),
+            "'drop' is not a transform",
+        ),
+        (lambda: adapters.noop(name="../x"), "not a valid adapter name"),
+        (lambda: adapters.noop(name="main"), "not a valid adapter name"),
         (
             lambda: Pipeline(
                 sources.postgres(DB, tables=["a"]),
                 [adapters.noop()],
                 [transform.debezium_envelope(), transform.drop_columns("a")],
             ),
-            "stands behind debezium",
+            "comes after debezium",
         ),
     ],
 )
@@ -159,7 +162,7 @@ def test_a_reload_that_fails_in_any_way_does_not_end_the_run() -> None:
     reloads = Reloads(sources.postgres(DB, tables=["a"]), read_again, said.append)
     reloads.ask()
     assert reloads.take(lambda *given: None, ["stdout"])
-    assert "the old one goes on: KeyError" in said[0]
+    assert "the previous one stays in effect: KeyError" in said[0]
     assert reloads.status()["reload_errors"] == 1
 
 

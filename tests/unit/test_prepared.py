@@ -256,7 +256,7 @@ NOT_IN_ORDER: dict[str, tuple[list[bytes], str]] = {
     "stream_prepare_of_none": ([encode_prepare(7, "g", 1, 2, streamed=True)], "Stream Prepare of transaction 7"),
     "commit_prepared_inside": ([*prepared(110), encode_begin(5), commit(120)], "Commit Prepared inside"),
     "rollback_prepared_inside": ([*prepared(110), encode_begin(5), rollback(120)], "Rollback Prepared inside"),
-    "commit_that_goes_back": ([*whole(130), *prepared(110), commit(120)], "not behind"),
+    "commit_that_goes_back": ([*whole(130), *prepared(110), commit(120)], "not after"),
 }
 
 

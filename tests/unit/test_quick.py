@@ -103,7 +103,7 @@ def test_an_archive_that_is_not_as_it_was_made_is_said_and_made_again(jars: Path
     else:
         note.write_text(json.dumps([0, 0]) if damage == "a wrong note" else "[1, ")
     assert one.options(said.append) == ""
-    assert len(said) == 1 and "made again" in said[0]
+    assert len(said) == 1 and "created again" in said[0]
     assert one.is_wanted
     assert one.options(said.append) == "" and len(said) == 1
     again = made(jars)
@@ -234,7 +234,7 @@ def test_an_attempt_that_fails_ends_its_jvm_and_leaves_the_reason(
     assert warm.main() == 0
     assert jvm.poll() == (-signal.SIGKILL if failure == "it does not end" else int(script[-1])) and not one.is_wanted
     assert sorted(file.name for file in one.file.parent.iterdir()) == [f"{one.file.stem}.json", "classes.lock"]
-    reason = {"exit 0": None, "exit 3": "Java ended with 3: Unable to write to shared archive file."}
+    reason = {"exit 0": None, "exit 3": "Java ended with code 3: Unable to write to shared archive file."}
     assert one.failure() == reason.get(script, "Java did not end: Unable to write to shared archive file.")
 
 
@@ -253,7 +253,7 @@ def test_a_run_says_once_why_there_is_no_archive(jars: Path, monkeypatch: pytest
     deadline = time.monotonic() + 20
     while len(said) < 2 and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert "making" in said[0] and ("the memory is too small" if has_note else "ended with 1") in said[1]
+    assert "creating" in said[0] and ("the memory is too small" if has_note else "ended with code 1") in said[1]
     if has_note:
         warm.make_archive_beside(said.append)
     assert len(said) == 2

@@ -136,7 +136,7 @@ def test_damage_is_said(tmp_path: Path) -> None:
 )
 def test_where_there_is_no_place_nothing_is_released(tmp_path: Path, after: Position) -> None:
     releases = Releases(tmp_path, BASE)
-    with pytest.raises(SpoolError, match="no place"):
+    with pytest.raises(SpoolError, match="no position"):
         release(releases, after, rows(1))
     assert not releases.after(BASE)
 

@@ -285,13 +285,13 @@ def test_letters_of_an_adapter_that_the_run_does_not_have_stay(tmp_path: Path) -
     with Running(tmp_path) as run:
         run.office.store.record([letter(1, "gone")])
         tally = ask_run(run.state, Query(PIPELINE, is_waiting=True))
-        assert tally.delivered == 0 and "gone is not in this run" in tally.error
+        assert tally.delivered == 0 and "gone is not part of the running pipeline" in tally.error
 
 
 def test_run_that_ends_meanwhile_is_said(tmp_path: Path) -> None:
     state = StateDir(tmp_path / "state")
     state.create()
-    with pytest.raises(StateError, match="has ended"):
+    with pytest.raises(StateError, match="pipeline ended"):
         ask_run(state, Query())
 
 
@@ -306,11 +306,11 @@ def test_run_that_has_no_lanes_yet_is_waited_for(tmp_path: Path) -> None:
         assert found == []
         run.lanes = lanes
         asking.join(10)
-        assert "gone is not in this run" in found[0].error
+        assert "gone is not part of the running pipeline" in found[0].error
 
 
 def test_replay_that_fails_is_said_by_the_command(tmp_path: Path) -> None:
-    with Running(tmp_path, dlq="stderr") as run, pytest.raises(ConfigError, match="cannot be read again"):
+    with Running(tmp_path, dlq="stderr") as run, pytest.raises(ConfigError, match="cannot be read back"):
         ask_run(run.state, Query(PIPELINE, is_waiting=True))
 
 
@@ -351,7 +351,7 @@ def test_refusals_are_said_at_once_and_then_counted_for_a_while(
     monkeypatch.setattr("pgcdc.run.letter_service.time.monotonic", lambda: now)
     hooks.on_dead_letters([letter(1)])
     hooks.on_dead_letters([letter(2)])
-    assert len(said) == 1 and "refused an event" in said[0] and letter(1).id in said[0]
+    assert len(said) == 1 and "refused 1 event" in said[0] and letter(1).id in said[0]
     now += 60
     hooks.on_dead_letters([letter(3)])
     assert len(said) == 2 and "refused 2 events" in said[1]

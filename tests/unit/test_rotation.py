@@ -380,7 +380,10 @@ def test_keys_are_read_back_over_rotated_files_and_missing_ones_are_refused(
         assert store.write_keys(table, tmp_path / "found") == len(WHOLE)
     gone = next(target.path.parent.glob("events.jsonl.000002*"))
     moved = gone.rename(tmp_path / "moved")
-    with KeyStore(tmp_path / "keys", {table: ["id"]}) as store, pytest.raises(SinkError, match="Move back"):
+    with (
+        KeyStore(tmp_path / "keys", {table: ["id"]}) as store,
+        pytest.raises(SinkError, match="Move the missing files back"),
+    ):
         reader.read_events(store)
     moved.rename(gone)
     gone.write_bytes(b"\x1f\x8b nothing")
@@ -446,7 +449,7 @@ def test_options_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
 
     made = adapters.file(tmp_path / "x.jsonl", max_size="2KB", max_files=3, compress="zstd")
     assert (made.options.max_size, made.options.max_files) == (2048, 3)  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match="compress is for files that rotate"):
+    with pytest.raises(ConfigError, match="compress applies to rotated files"):
         adapters.file("x", compress="gzip")
     with pytest.raises(ConfigError, match="is a folder"):
         check_adapters([adapters.file(f"{tmp_path}/", max_size=1)])

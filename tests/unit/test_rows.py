@@ -141,7 +141,7 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
     "unknown_kind": (GOOD[:-1] + b"z", "Insert message at 16/B374D848: new column 3 kind is unknown: 'z'"),
     "binary": (
         GOOD[:-1] + b"b\0\0\0\0",
-        "Insert message at 16/B374D848: new column 3 kind is 'b': binary values were not asked for",
+        "Insert message at 16/B374D848: new column 3 kind is 'b': binary values were not requested",
     ),
     "short_length": (
         GOOD[:-1] + b"t\0\0",

@@ -70,7 +70,7 @@ def test_a_sentinel_stands_behind_what_was_written_when_it_was_asked_for(capture
 
 def test_a_sentinel_cannot_be_asked_for_without_the_server(capture: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     for sql in (None, SimpleNamespace(closed=True)):
-        with pytest.raises(ConnectionLost, match="not connected"):
+        with pytest.raises(ConnectionLost, match="no connection"):
             capture.sentinels.ask("a", sql)  # type: ignore[arg-type]
 
     def fail(sql: object) -> int:
@@ -164,7 +164,7 @@ def test_made_up_changes_know_where_now_is(tmp_path: Path) -> None:
     while stream.poll(may_read=True, drain=True) is not None or stream.reached < FIRST_COMMIT + 3:
         pass
     assert stream.answer({"do": "sentinel", "id": "a"}) == {"position": str(Position.end(FIRST_COMMIT + 3))}
-    with pytest.raises(ConfigError, match="no snapshots"):
+    with pytest.raises(ConfigError, match="no incremental snapshots"):
         stream.answer({"do": "snapshot", "action": "list"})
     stream.close()
 
@@ -212,8 +212,8 @@ def test_an_adapter_has_it_when_its_ack_has_passed_it(tmp_path: Path, running: R
     sentinel = Sentinel(StateDir(tmp_path))
     with pytest.raises(PgcdcError) as late:
         sentinel.wait(0.05)
-    assert "adapter file lacks it (48 bytes behind, last error: no route to host)" in str(late.value)
-    assert "adapter redis lacks it (not open yet)" in str(late.value) and late.value.exit_code == 1
+    assert "adapter file lacks them (48 bytes behind, last error: no route to host)" in str(late.value)
+    assert "adapter redis lacks them (not open yet)" in str(late.value) and late.value.exit_code == 1
     running.acks["file"] = running.position
     with pytest.raises(PgcdcError) as late:
         sentinel.wait(0.05)
@@ -227,22 +227,22 @@ def test_an_adapter_has_it_when_its_ack_has_passed_it(tmp_path: Path, running: R
 def test_only_the_named_adapters_are_waited_for(tmp_path: Path, running: Running) -> None:
     running.acks["redis"] = running.position
     assert Sentinel(StateDir(tmp_path), ["redis"]).wait(5) >= 0
-    with pytest.raises(ConfigError, match=r"no adapter 'reddis'.*file, redis"):
+    with pytest.raises(ConfigError, match=r"adapter 'reddis' does not exist.*file, redis"):
         Sentinel(StateDir(tmp_path), ["reddis"])
 
 
 def test_a_capture_without_its_server_is_asked_until_the_time_is_up(tmp_path: Path, running: Running) -> None:
     running.position = None
     sentinel = Sentinel(StateDir(tmp_path))
-    with pytest.raises(PgcdcError, match=r"the stream has not come that far\. See pgcdc status"):
+    with pytest.raises(PgcdcError, match=r"the stream has not reached them yet\. See pgcdc status"):
         sentinel.wait(0.05)
-    running.trouble = ConnectionLost("the server is not connected")
-    with pytest.raises(PgcdcError, match=r"not come that far\. the server is not connected"):
+    running.trouble = ConnectionLost("there is no connection to the server")
+    with pytest.raises(PgcdcError, match=r"not reached them yet\. there is no connection to the server"):
         sentinel.wait(0.05)
     running.trouble, running.is_capturing = None, False
-    with pytest.raises(PgcdcError, match="not come that far"):
+    with pytest.raises(PgcdcError, match="not reached them yet"):
         sentinel.wait(0.05)
-    with pytest.raises(StateError, match="the pipeline does not read yet: streaming"):
+    with pytest.raises(StateError, match="the pipeline does not read the stream yet: streaming"):
         Sentinel(StateDir(tmp_path))
     running.is_capturing, running.position = True, Position.end(0x200)
     running.acks["redis"] = running.position
@@ -253,9 +253,9 @@ def test_a_run_that_is_just_starting_has_not_delivered_anything(tmp_path: Path, 
     running.acks = dict.fromkeys(running.acks, running.position)
     sentinel = Sentinel(StateDir(tmp_path))
     running.is_answering = False  # another one holds the lock, and has no socket yet
-    with pytest.raises(PgcdcError, match=r"adapter file lacks it \(not open yet\); adapter redis"):
+    with pytest.raises(PgcdcError, match=r"adapter file lacks them \(not open yet\); adapter redis"):
         sentinel.wait(0.05)
-    with pytest.raises(StateError, match="does not read yet: starting"):
+    with pytest.raises(StateError, match="does not read the stream yet: starting"):
         Sentinel(StateDir(tmp_path))
     running.is_answering = True
     assert sentinel.wait(5) > 0
@@ -282,7 +282,7 @@ def test_the_command_says_how_long_each_adapter_took(tmp_path: Path, running: Ru
     assert run().output.strip() == running.asked[-1]
     running.acks["file"] = running.position
     late = run("--wait", "--timeout", "50ms")
-    assert late.exit_code == 1 and late.stdout.startswith("file ") and "adapter redis lacks it" in late.stderr
+    assert late.exit_code == 1 and late.stdout.startswith("file ") and "adapter redis lacks them" in late.stderr
     one = run("--wait", "--adapter", "file")
     assert one.exit_code == 0 and "these targets have everything that was committed before" in one.output
     running.acks["redis"] = running.position

@@ -228,7 +228,7 @@ def test_difference(one: ShapeChange, expected: list[dict[str, Any]]) -> None:
         ("column_removed", ["table public.orders: column a (text) removed"]),
         ("column_retyped", ["table public.orders: column n changed from integer to bigint"]),
         ("renamed_by_its_number", ["table public.orders: column a renamed to x"]),
-        ("other_order_of_the_same_names", ["table public.orders: columns in another order: id, b, a"]),
+        ("other_order_of_the_same_names", ["table public.orders: column order changed to id, b, a"]),
         ("replica_identity", ["table public.orders: replica identity changed from default to full"]),
         ("primary_key", ["table public.orders: primary key changed from (id) to (a, id)"]),
         ("primary_key_not_known", ["table public.orders: key changed from (id) to (id, a)"]),

@@ -51,26 +51,32 @@ def run(*flags: str, code: int = 0) -> str:
     ("flags", "said"),
     [
         ((), "no table is named"),
-        (("--table", "t"), "no database is given"),
-        (("--table", "t", "--all-tables"), "--table and --all-tables are given"),
-        (("--all-tables", "--where", "true"), "--where is a condition on one table"),
-        (("--incremental", "--list"), "--incremental and --list are given"),
-        (("--pause", "a", "--stop", "a"), "--pause and --stop are given"),
-        (("--table", "t", "--chunk-size", "5"), "are for --incremental"),
-        (("--incremental", "--table", "t", "--to", "parquet:x"), "--to is not for --incremental"),
-        (("--list", "--all-tables"), "--all-tables is not for --list"),
+        (("--table", "t"), "no database is set"),
+        (("--table", "t", "--all-tables"), "--table and --all-tables cannot be combined"),
+        (("--all-tables", "--where", "true"), "--where applies to one table"),
+        (("--incremental", "--list"), "--incremental and --list cannot be combined"),
+        (("--pause", "a", "--stop", "a"), "--pause and --stop cannot be combined"),
+        (("--table", "t", "--chunk-size", "5"), "need --incremental"),
+        (("--incremental", "--table", "t", "--to", "parquet:x"), "--to cannot be combined with --incremental"),
+        (("--list", "--all-tables"), "--all-tables cannot be combined with --list"),
         (("--incremental",), "no table is named"),
-        (("--incremental", "--tables", "a,b", "--where", "true"), "--where is a condition on one table"),
+        (("--incremental", "--tables", "a,b", "--where", "true"), "--where applies to one table"),
         (("--incremental", "--table", "t", "--chunk-delay", "soon"), "--chunk-delay soon is not a time"),
-        (("--db", DB, "--table", "t", "--partitions", "2"), "--partitions is for --to parquet:DIR"),
-        (("--db", DB, "--table", "t", "--out-of-range", "clamp"), "--out-of-range is for --to parquet:DIR"),
+        (("--db", DB, "--table", "t", "--partitions", "2"), "--partitions needs --to parquet:DIR"),
+        (("--db", DB, "--table", "t", "--out-of-range", "clamp"), "--out-of-range needs --to parquet:DIR"),
         (("--db", DB, "--table", "t", "--to", "parquet:x", "--drop-columns", "a"), "copies whole tables"),
         (("--db", DB, "--table", "t", "--adapter", "file"), "adapter file needs a path"),
-        (("--db", DB, "--table", "t", "--adapter", "kafka"), "'kafka' is not known"),
-        (("--db", DB, "--table", "t", "--to", "csv:x"), "--to csv:x is not known"),
-        (("--db", DB, "--table", "t", "--to", "parquet:s3://x/y"), "is not a folder of this host"),
-        (("--db", DB, "--table", "t", "--to", "parquet:x", "--adapter", "stdout"), "--to and --adapter are given"),
-        (("--db", DB, "--table", "t", "--to", "parquet:x", "--partitions", "0"), "--partitions 0 is not a number"),
+        (("--db", DB, "--table", "t", "--adapter", "kafka"), "'kafka' is unknown"),
+        (("--db", DB, "--table", "t", "--to", "csv:x"), "unknown --to csv:x"),
+        (("--db", DB, "--table", "t", "--to", "parquet:s3://x/y"), "is not a folder on this host"),
+        (
+            ("--db", DB, "--table", "t", "--to", "parquet:x", "--adapter", "stdout"),
+            "--to and --adapter cannot be combined",
+        ),
+        (
+            ("--db", DB, "--table", "t", "--to", "parquet:x", "--partitions", "0"),
+            "--partitions must be at least 1, got 0",
+        ),
         (("--db", DB, "--table", "t", "--invalid-utf8", "drop"), "--invalid-utf8"),
     ],
 )
@@ -90,12 +96,12 @@ def test_requests_wait_in_the_queue_while_no_capture_runs(state: StateDir) -> No
         (500, 0.1, "incremental")
     }
     assert [line.split("\t")[0] for line in output.splitlines()] == [one.id for one in entries]
-    assert "begins when the pipeline runs" in output
+    assert "starts when the pipeline runs" in output
     name = entries[1].id
     for action, status in (("pause", "paused"), ("resume", "queued"), ("stop", "stopped")):
         run(f"--{action}", name, *flags)
         assert RequestQueue(state.requests_file)[name].status == status
-    assert "there is no snapshot" in run("--pause", "unknown", *flags, code=2)
+    assert "snapshot 'unknown' does not exist" in run("--pause", "unknown", *flags, code=2)
     listed = json.loads(run("--list", "--json", *flags))
     assert [(one["id"], one["status"]) for one in listed] == [
         (entries[0].id, "queued"),
@@ -194,7 +200,7 @@ def test_lines_come_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
     progress("t", 0, 100, False)
     progress("t", 5, 100, False)
     progress("t", 100, 100, True)
-    assert capsys.readouterr().err == "pgcdc: table t: 100 rows, complete in less than 1 s\n"
+    assert capsys.readouterr().err == "pgcdc: table t: 100 rows read in less than 1 s\n"
     progress = CopyProgress(interval_s=0)
     progress("t", 0, 100, False)
     progress("t", 50, 100, False)
@@ -205,7 +211,7 @@ def test_source_without_such_snapshots_refuses_them_also_while_nothing_runs(stat
     state.save_identity(Identity("rate", "rate-1", "rate", "rate", "i", 8))
     flags = ("--state-dir", str(state.path), "--db", DB)
     said = run("--incremental", "--table", "t", *flags, code=2)
-    assert "made-up tables have no snapshots beside the stream" in said and "--rate-existing-rows" in said
-    assert "made-up tables have no snapshots" in run("--pause", "a", *flags, code=2)
+    assert "generated tables have no incremental snapshots" in said and "--rate-existing-rows" in said
+    assert "generated tables have no incremental snapshots" in run("--pause", "a", *flags, code=2)
     assert json.loads(run("--list", "--json", *flags)) == []
     assert RequestQueue(state.requests_file).entries() == []

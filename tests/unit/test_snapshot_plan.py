@@ -167,6 +167,6 @@ def test_progress_is_said_in_lines(capsys: pytest.CaptureFixture[str]) -> None:
         progress.show({"status": "reading", "tables": [reading, waiting]})
     progress.show({"status": "complete", "rows": 6000, "seconds": 12.0, "tables": [{**reading, "status": "moved"}]})
     assert capsys.readouterr().err.replace("pgcdc: ", "").splitlines() == [
-        "initial snapshot: 0 of 2 tables are complete; orders: 1,500 of about 6,000 rows (25 %), 500 rows/s, 9 s left",
-        "initial snapshot: 6,000 rows of 1 tables in 12.0 s; the rest of orders is read while changes come",
+        "initial snapshot: 0 of 2 tables read; orders: 1,500 of about 6,000 rows (25 %), 500 rows/s, 9 s left",
+        "initial snapshot: 6,000 rows of 1 table read in 12.0 s; the rest of orders is read beside the stream",
     ]

@@ -43,10 +43,10 @@ def test_requests_that_end_are_told_once() -> None:
     assert said == []
     for _ in range(2):
         watch.follow(lambda: status, at_once=True)
-    assert said == ["snapshot a of table t is complete: 1,234 rows", "snapshot b of table t failed: no key"]
+    assert said == ["snapshot a of table t is complete: 1,234 rows read", "snapshot b of table t failed: no key"]
     status["snapshots"] = [request("c", "done", kind="vanished", finished=now)]
     watch.follow(lambda: status, at_once=True)
-    assert said[2:] == ["snapshot c of table t is complete: 1,234 rows that vanished are deleted"]
+    assert said[2:] == ["snapshot c of table t is complete: 1,234 rows deleted that the source no longer has"]
 
 
 def test_a_snapshot_alone_ends_where_its_rows_ended_also_while_changes_go_on() -> None:
@@ -64,7 +64,7 @@ def test_a_snapshot_alone_ends_where_its_rows_ended_also_while_changes_go_on() -
     status["settled"] = str(Position.end(0x900))
     assert watch.follow(lambda: status, lanes, at_once=True)
     assert said == [
-        "the rows are delivered. The slot stays: start again without initial_only to go on with the changes"
+        "the existing rows are delivered. The slot remains: start again without initial_only to deliver changes"
     ]  # fmt: skip
 
 
@@ -76,12 +76,12 @@ def test_a_snapshot_alone_ends_where_its_rows_ended_also_while_changes_go_on() -
         ({"initial_snapshot": {"status": "complete"}, "snapshots": []}, "stopped: all is there"),
         (
             {"initial_snapshot": READING},
-            "stopped in the initial snapshot: 55,180 of about 900,000 rows are read; the snapshot is held for 5 minutes, "
-            "and a later start goes on as well",
+            "stopped during the initial snapshot: 55,180 of about 900,000 rows read; the snapshot is held for 5 minutes, "
+            "so that a start until then resumes it",
         ),
         (
             {"initial_snapshot": {"status": "planning", "tables": [], "held_seconds": 0.0}},
-            "stopped in the initial snapshot; the next start goes on",
+            "stopped during the initial snapshot; the next start resumes it",
         ),
         (
             {"snapshots": [request("a", "running"), request("b", "queued"), request("c", "paused")]},

@@ -71,10 +71,10 @@ def test_detector_of_another_package_is_found_and_prepared_by_its_own_source(tmp
 @pytest.mark.parametrize("name", ["othr", "postgres", "magic"])
 def test_unknown_detector_gets_the_list_and_the_nearest_name(name: str) -> None:
     advice = f"{'Did you mean other? ' if name == 'othr' else ''}Known detectors: wal, rate, other"
-    with pytest.raises(ConfigError, match=f"there is no detector '{name}'") as caught:
+    with pytest.raises(ConfigError, match=f"detector '{name}' does not exist") as caught:
         parse_options({"detector": name})
     assert caught.value.advice == advice
-    with pytest.raises(ConfigError, match=f"detector: there is no detector '{name}'") as caught:
+    with pytest.raises(ConfigError, match=f"detector: detector '{name}' does not exist") as caught:
         load_config({"detector": name, "adapters": "noop"}, {}, None)
     assert caught.value.advice == advice
 
@@ -93,14 +93,14 @@ def test_made_up_changes_need_no_database_and_are_checked_by_their_own_rules() -
 def test_made_up_tables_cannot_be_selected(flags: dict[str, Any]) -> None:
     flag = f"--{next(iter(flags)).replace('_', '-')}"
     with pytest.raises(
-        ConfigError, match=f"^{flag} is for PostgreSQL: --detector rate has tables of its own"
+        ConfigError, match=f"^{flag} is for PostgreSQL, but --detector rate makes its own tables"
     ) as caught:
         load_config({"detector": "rate", "adapters": "noop", **flags}, {}, None)
     assert "--rate-tables N" in caught.value.advice and "--route" in caught.value.advice
 
 
 def test_settings_of_made_up_changes_need_their_detector() -> None:
-    with pytest.raises(ConfigError, match=r"^--rate-rows-per-second is for --detector rate. Add --detector rate"):
+    with pytest.raises(ConfigError, match=r"^--rate-rows-per-second needs --detector rate. Add --detector rate"):
         load_config({"db": "postgresql://h/d", "tables": "t", "rate_rows_per_second": "5"}, {}, None)
 
 

@@ -382,7 +382,7 @@ NOT_IN_ORDER: dict[str, tuple[list[bytes], str]] = {
         "Stream Start inside of transaction 1",
     ),
     "first_block_twice": ([*block(7), encode_stream_start(7)], "begins a second time"),
-    "block_without_a_first": ([encode_stream_start(7, False)], "goes on, but has not begun"),
+    "block_without_a_first": ([encode_stream_start(7, False)], "continues, but has not begun"),
     "stop_outside": ([encode_stream_stop()], "message Stream Stop outside"),
     "stop_of_a_whole_transaction": ([encode_begin(5), encode_stream_stop()], "message Stream Stop outside"),
     "begin_inside_of_a_block": ([encode_stream_start(7), encode_begin(5)], "Begin inside of transaction 7"),
@@ -399,8 +399,8 @@ NOT_IN_ORDER: dict[str, tuple[list[bytes], str]] = {
         [encode_stream_start(7), in_stream(7, encode_message("p", b"", transactional=False))],
         "a non-transactional Message inside",
     ),
-    "commit_that_goes_back": ([*block(7), commit(7, 100)], "ends at 0/64, not behind 0/64"),
-    "commit_at_no_lsn": ([*block(7), encode_stream_commit(7, 1, 2**63)], "no LSN"),
+    "commit_that_goes_back": ([*block(7), commit(7, 100)], "ends at 0/64, not after 0/64"),
+    "commit_at_no_lsn": ([*block(7), encode_stream_commit(7, 1, 2**63)], "not an LSN"),
 }
 
 

@@ -86,7 +86,7 @@ def test_tables_that_are_new_are_told_once_and_a_gap_ends_the_run(
     assert said == [
         "table x is no longer captured",
         "new tables cannot be published: a lock",
-        "new tables are captured from now on: b, c",
+        "new tables captured from now on: b, c",
         "warning: table b has no key",
     ]
     with pytest.raises(GapError):

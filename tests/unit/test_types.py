@@ -197,7 +197,7 @@ def test_what_is_not_known_is_text() -> None:
 
 def test_a_choice_that_there_is_not_is_refused() -> None:
     check_options(TypeOptions())
-    with pytest.raises(ConfigError, match=r"out_of_range=wrap is not a choice.*error, clamp, string"):
+    with pytest.raises(ConfigError, match=r"out_of_range=wrap is not a valid choice.*error, clamp, string"):
         check_options(TypeOptions(out_of_range="wrap"))
 
 

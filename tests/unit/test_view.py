@@ -47,9 +47,9 @@ def test_without_a_terminal_lines_are_printed_now_and_then() -> None:
     with open_view(meter, 30, Console(file=out, width=60)) as show:
         for second in range(8):
             show(COMMIT_S + second)
-    assert [line[:27] for line in out.getvalue().splitlines()] == [
-        "0:00  1 events in 1 commits",
-        "0:05  1 events in 1 commits",
+    assert [line[:25] for line in out.getvalue().splitlines()] == [
+        "0:00  1 event in 1 commit",
+        "0:05  1 event in 1 commit",
     ]
 
 

@@ -93,25 +93,25 @@ def test_retry_after_is_seconds_or_a_date(text: str, seconds: float) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({}, "url or url_file is needed"),
-        ({"url": URL, "url_file": "x"}, "both given"),
-        ({"url": "ftp://example.com"}, "no URL of a webhook"),
-        ({"url": "https:///path"}, "no URL of a webhook"),
-        ({"url": "https://2130706433/"}, "strange form"),
-        ({"url": "https://127.1/"}, "strange form"),
-        ({"url": "https://0x7f.0.0.1/"}, "strange form"),
-        ({"url": "https://0177.0.0.1/"}, "strange form"),
-        ({"url": "https://example.com:99999/"}, "no URL"),
-        ({"url": "https://example.com/\nHost: x"}, "no URL of a webhook"),
+        ({}, "url or url_file is required"),
+        ({"url": URL, "url_file": "x"}, "cannot be combined"),
+        ({"url": "ftp://example.com"}, "not the URL of a webhook"),
+        ({"url": "https:///path"}, "not the URL of a webhook"),
+        ({"url": "https://2130706433/"}, "unusual form"),
+        ({"url": "https://127.1/"}, "unusual form"),
+        ({"url": "https://0x7f.0.0.1/"}, "unusual form"),
+        ({"url": "https://0177.0.0.1/"}, "unusual form"),
+        ({"url": "https://example.com:99999/"}, "not a URL"),
+        ({"url": "https://example.com/\nHost: x"}, "not the URL of a webhook"),
         ({"url": "https://s3cr3t@example.com/"}, "user and password"),
-        ({"url": URL + "#s3cr3t"}, "has no #"),
+        ({"url": URL + "#s3cr3t"}, "cannot contain #"),
         ({"url": URL, "headers": "Authorization s3cr3t"}, "no colon"),
-        ({"url": URL, "headers": '{"Authorization": s3cr3t}'}, "no JSON object"),
-        ({"url": URL, "headers": {"A b": "s3cr3t"}}, "no name of a header"),
+        ({"url": URL, "headers": '{"Authorization": s3cr3t}'}, "not a JSON object"),
+        ({"url": URL, "headers": {"A b": "s3cr3t"}}, "not a valid header name"),
         ({"url": URL, "headers": {"X": "s3cr3t\r\nY: z"}}, "cannot be sent"),
         ({"url": URL, "headers": {"content-length": "1"}}, "set by pgcdc"),
-        ({"url": URL, "signing_key": "s3cr3t", "signing_key_file": "x"}, "both given"),
-        ({"url": URL, "key_file": "x"}, "without cert_file"),
+        ({"url": URL, "signing_key": "s3cr3t", "signing_key_file": "x"}, "cannot be combined"),
+        ({"url": URL, "key_file": "x"}, "key_file needs cert_file"),
         ({"url": URL, "concurrency": 0}, "concurrency"),
         ({"url": URL, "request_timeout": 0}, "request_timeout"),
     ],
@@ -210,7 +210,7 @@ def test_secret_in_the_file_is_refused_without_being_told(
     environ = {**BASE, "PGCDC_WEBHOOK_URL": URL} if "adapters" not in text else BASE
     if "adapters" in text:
         environ = {name: value for name, value in BASE.items() if name != "PGCDC_ADAPTERS"}
-    with pytest.raises(ConfigError, match=rf"line 1: {key}: a secret stands in this file") as caught:
+    with pytest.raises(ConfigError, match=rf"line 1: {key}: this file contains a secret") as caught:
         load_config({}, {**environ, "TOKEN": "other"}, None)
     assert "s3cr3t" not in str(caught.value) and "${NAME}" in caught.value.advice
 
@@ -278,7 +278,9 @@ def test_request_has_the_headers_of_the_manual_and_a_signature_over_what_is_sent
 
 def test_a_request_has_less_time_than_a_write() -> None:
     check_adapters([adapters.webhook(URL, request_timeout=29.0)])
-    with pytest.raises(ConfigError, match="request_timeout is 40 s, and a write of several requests has 30 s"):
+    with pytest.raises(
+        ConfigError, match="request_timeout is 40 s, but timeout, for a write of several requests, is only 30 s"
+    ):
         check_adapters([adapters.webhook(URL, request_timeout=40)])
     with pytest.raises(ConfigError, match="--webhook-request-timeout"):
         load({"adapters": ["webhook"], "webhook_url": URL, "webhook_timeout": 10, "tables": "t"}, {}, None).check()

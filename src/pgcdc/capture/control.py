@@ -23,7 +23,6 @@ from pydantic import Field
 from pgcdc.capture.server import CaptureGone, Channel, remove_socket
 from pgcdc.core.counters import counters
 from pgcdc.core.errors import PgcdcError, SourceError, StateError
-from pgcdc.core.moment import stamped
 from pgcdc.core.position import Position
 from pgcdc.core.settings import Bytes, Options, setting
 from pgcdc.core.state import Lock, StateDir, is_alive, open_log, read_json
@@ -211,11 +210,11 @@ class CaptureLink(CaptureRequests):
         self._look()  # it may have reported why it ended
         self._client.close()
         say = self._say or (lambda text: None)
-        say(stamped(f"the capture process ended{_how_it_ended(self._client.pid)}: starting it again"))
+        say(f"the capture process ended{_how_it_ended(self._client.pid)}: starting it again")
         self._client = ensure_capture(self._spec, is_restart=True, say=say)
         self._is_told = False
         self._follow()
-        say(stamped(f"the capture runs again after {time.monotonic() - now:.1f} s"))
+        say(f"the capture runs again after {time.monotonic() - now:.1f} s")
 
 
 def ask(lock: Path, request: dict[str, Any]) -> dict[str, Any]:
@@ -258,7 +257,7 @@ def ask_or_do(
             finally:
                 lock.release()
         time.sleep(0.02)
-    raise StateError("the capture process is starting and does not answer", "Try again when it runs")
+    raise StateError("the capture process is starting and does not answer", "Try again in a moment")
 
 
 def ensure_capture(spec: CaptureSpec, *, is_restart: bool, say: Callable[[str], None] | None = None) -> ControlClient:
@@ -271,7 +270,7 @@ def ensure_capture(spec: CaptureSpec, *, is_restart: bool, say: Callable[[str], 
         if holder is None:
             _raise_failure(state, started)
             if not is_alive(spec.watch_pid):  # a new capture would end immediately, again and again
-                raise SourceError(f"the driver (process {spec.watch_pid}) is gone: nothing is captured for it any more")
+                raise SourceError(f"the driver (process {spec.watch_pid}) has ended, so its capture ended too")
             started = _start(spec.but(is_restart=is_restart), state, say)
         elif "address" in holder:
             with contextlib.suppress(CaptureGone):

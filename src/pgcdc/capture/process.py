@@ -21,7 +21,6 @@ from pgcdc.capture.control import CaptureSpec
 from pgcdc.capture.server import ControlServer, remove_socket
 from pgcdc.core.counters import CHANGES_CAPTURED, CONNECTIONS_LOST, counters
 from pgcdc.core.errors import ConnectionLost, PgcdcError, SourceError, StateError, reconnect_delay_s
-from pgcdc.core.moment import stamped
 from pgcdc.core.position import Position
 from pgcdc.core.state import Lock, StateDir, is_alive, write_json
 from pgcdc.source.protocol import ChangeStream, Settled, make_source
@@ -85,7 +84,7 @@ class CaptureProcess:
             if self._server.has_clients:
                 alone_since = now
             elif now - alone_since > LINGER_S:
-                logger.info("nobody has been connected for %.0f s: ending", LINGER_S)
+                logger.info("no query was connected for %.0f s: the capture ends", LINGER_S)
                 break
             try:
                 if not self._stream.is_connected and now >= self._reconnect_at:
@@ -132,7 +131,7 @@ class CaptureProcess:
 
     def _should_end(self) -> bool:
         if not self._stopping and not is_alive(self._spec.watch_pid):
-            logger.info("the driver is gone: ending")
+            logger.info("the driver has ended: the capture ends too")
             self._stopping = True
         return self._stopping
 
@@ -161,7 +160,7 @@ class CaptureProcess:
         delay_s = reconnect_delay_s(self._failed_attempts)
         if not self._failed_attempts:
             counters.add(CONNECTIONS_LOST)
-            self._tell(f"{error.message}; connecting again")
+            self._tell(f"{error.message}; reconnecting")
         self._failed_attempts += 1
         self._reconnect_at = time.monotonic() + delay_s
         self._phase, self._last_error = "reconnecting", error.to_json()
@@ -170,9 +169,9 @@ class CaptureProcess:
     def _tell(self, text: str) -> None:
         """Say something to people: to whoever started us until we are announced, then to followers."""
         if self._is_announced:
-            self._server.push({"say": [stamped(text)]})
+            self._server.push({"say": [text]})
         else:
-            _say({"say": stamped(text)}, is_last=False)
+            _say({"say": text}, is_last=False)
 
     def _read_stream(self) -> bool:
         """Move available changes into the spool; True if there may be more. Reads nothing while the spool is full."""

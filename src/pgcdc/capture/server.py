@@ -173,8 +173,8 @@ class ControlServer:
         """Allow one connection per consumer: two queries would acknowledge for each other."""
         if any(other.consumer == consumer for other in self._clients.values() if other is not client):
             raise ConfigError(
-                f"consumer {consumer!r} is read by another query",
-                "Give every query its own name: option('consumer', ...)",
+                f"another query already reads consumer {consumer!r}",
+                "Give each query its own name: option('consumer', ...)",
             )
         client.consumer = consumer
 

@@ -17,11 +17,13 @@ from typing import Annotated, Any
 import typer
 
 from pgcdc.cli.flags import CONFIG_OPTION, SettingsCommand, given_flags
-from pgcdc.cli.report import exit_on_error, say, show_excerpt, single_errors
+from pgcdc.cli.report import exit_on_error, show_excerpt, single_errors
 from pgcdc.config.documents import effective, json_schema, show_yaml, write_template
 from pgcdc.config.layers import load
 from pgcdc.core.errors import ConfigError, PgcdcError, StateError
+from pgcdc.core.log import say
 from pgcdc.core.state import Lock, StateDir
+from pgcdc.core.wording import counted
 from pgcdc.run.settings import PipelineSettings, view_source
 from pgcdc.sink.runner import Runner
 from pgcdc.sink.spec import AdapterSpec, describe_options, make_sink
@@ -31,7 +33,7 @@ from pgcdc.transform.specs import Chain, PythonSpec, missing_columns
 from pgcdc.transform.steps import load_function
 
 config_app = typer.Typer(no_args_is_help=True, add_completion=False)
-Json = Annotated[bool, typer.Option("--json", help="For machines.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @config_app.command("init")
@@ -41,7 +43,7 @@ def init_command(
 ) -> None:
     """Write a file with every setting in it, as comments."""
     write_template(config)
-    say(f"{config} is written: name the tables in it, set PGCDC_DB, then: pgcdc validate")
+    say(f"{config} is written. Name the tables in it, set PGCDC_DB, then run: pgcdc validate")
 
 
 @config_app.command("schema")
@@ -135,7 +137,7 @@ def _check_source(config: PipelineSettings) -> Iterator[Finding]:
         yield _try("typed rows", partial(_look_at_table, config))
     chains = [Chain((*config.global_transforms, *one.transforms), one.routes) for one in config.adapter_specs]
     for missing in missing_columns(chains, source.tables(state)):
-        yield Finding("columns", "failed", missing, "Names are exact, with regard to case")
+        yield Finding("columns", "failed", missing, "Names are case-sensitive")
 
 
 def _look_at_table(config: PipelineSettings) -> str:
@@ -143,7 +145,7 @@ def _look_at_table(config: PipelineSettings) -> str:
     from pgcdc.spark.tables import load_table
 
     table = load_table(parse_options(write_options(config)).but(source=config.source))
-    return f"{table.title} with {len(table.columns)} columns"
+    return f"{table.title} with {counted(len(table.columns), 'column')}"
 
 
 def _look_at_java() -> str:
@@ -170,7 +172,7 @@ def _look_at_state(config: PipelineSettings) -> str:
     state.check_whole()
     holder = Lock.holder(state.run_lock)
     if holder is not None:
-        return f"{state.path} is in use by process {holder.get('pid', '?')}: stop it before another start"
+        return f"{state.path} is in use by process {holder.get('pid', '?')}; stop it before you start another run"
     return f"{state.path} is {'ours' if state.identity() is not None else 'new'}"
 
 

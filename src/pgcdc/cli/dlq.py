@@ -14,33 +14,35 @@ from typing import Annotated, Any
 import typer
 
 from pgcdc.cli.flags import CONFIG_OPTION, SettingsCommand, given_flags
-from pgcdc.cli.report import confirm, exit_on_error, print_table, say
+from pgcdc.cli.report import confirm, exit_on_error, print_table
 from pgcdc.config.adapters import FLAT_KEYS
 from pgcdc.config.layers import load
 from pgcdc.core.errors import ConfigError, SinkError, StateError
+from pgcdc.core.log import say
 from pgcdc.core.settings import make_options, parse_seconds, suggest
 from pgcdc.core.state import Lock, StateDir, read_json
+from pgcdc.core.wording import counted
 from pgcdc.run.letter_service import Destination, ask_run, make_store, name_pipeline, open_destination
 from pgcdc.sink.letters.delivery import Tally, deliver_again, deliver_all
 from pgcdc.sink.letters.record import DeadLetter, Query, ReadableDeadLetters
 from pgcdc.sink.spec import ADAPTERS, AdapterSpec, DeliveryOptions, check_options, describe_options, keep_secrets
 
 dlq_app = typer.Typer(
-    help="Events that a target refused: look, deliver again, throw away.", no_args_is_help=True, add_completion=False
+    help="Events that a target refused: list, show, deliver again, delete.", no_args_is_help=True, add_completion=False
 )
 
-Adapter = Annotated[list[str] | None, typer.Option("--adapter", help="Only of this adapter.")]
+Adapter = Annotated[list[str] | None, typer.Option("--adapter", help="Only those of this adapter.")]
 Since = Annotated[
-    str | None, typer.Option(help="Only those of the last 30m, 24h, 7d; or since a time.", metavar="TIME")
+    str | None, typer.Option(help="Only newer ones: from the last 30m, 24h or 7d, or since a time.", metavar="TIME")
 ]
 Before = Annotated[
-    str | None, typer.Option(help="Only older ones than 30m, 24h, 7d; or before a time.", metavar="TIME")
+    str | None, typer.Option(help="Only older ones: than 30m, 24h or 7d, or from before a time.", metavar="TIME")
 ]
 Ids = Annotated[list[str] | None, typer.Option("--id", help="Only this one. Repeatable.", metavar="ID")]
-Limit = Annotated[int, typer.Option(help="At most so many, the oldest first; 0: all.", min=0)]
-Json = Annotated[bool, typer.Option("--json", help="For machines.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")]
-All = Annotated[bool, typer.Option("--all", help="Also letters of other pipelines in the same store.")]
+Limit = Annotated[int, typer.Option(help="Show or deliver at most this many, the oldest first; 0: all.", min=0)]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would be done.")]
+All = Annotated[bool, typer.Option("--all", help="Include letters of other pipelines in the same store.")]
 File = Annotated[Path | None, CONFIG_OPTION]
 SHOWN_REASONS = 5
 
@@ -60,7 +62,7 @@ def list_command(
     before: Before = None,
     ids: Ids = None,
     limit: Limit = 100,
-    waiting: Annotated[bool, typer.Option("--waiting", help="Only those that are still to be delivered.")] = False,
+    waiting: Annotated[bool, typer.Option("--waiting", help="Only those that wait to be delivered.")] = False,
     every: All = False,
     as_json: Json = False,
     config: File = None,
@@ -115,29 +117,29 @@ def purge_command(
     since: Since = None,
     before: Before = None,
     ids: Ids = None,
-    settled: Annotated[bool, typer.Option("--settled", help="Only those that are delivered or superseded.")] = False,
-    everything: Annotated[bool, typer.Option("--everything", help="All of this pipeline.")] = False,
+    settled: Annotated[bool, typer.Option("--settled", help="Only those that were delivered or superseded.")] = False,
+    everything: Annotated[bool, typer.Option("--everything", help="All dead letters of this pipeline.")] = False,
     dry_run: DryRun = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     config: File = None,
 ) -> None:
     """Delete dead letters for good."""
     if not (adapter or since or before or ids or settled or everything):
-        raise ConfigError(
-            "it is not said which dead letters", "Give --adapter, --before, --id, --settled or --everything"
-        )
+        raise ConfigError("no dead letters are selected", "Use --adapter, --before, --id, --settled or --everything")
     letters = _Letters(given_flags(ctx), config)
     letters.check_whose(ids)
     query = letters.query(adapter, since, before, ids, is_waiting=False if settled else None)
     found = list(letters.store.find(query))
     waiting = sum(one.is_waiting for one in found)
-    what = f"{_count(len(found))}, of which {waiting:,} still wait" if waiting else _count(len(found))
+    what = f"{_count(len(found))} ({waiting:,} waiting)" if waiting else _count(len(found))
     if dry_run or not found:
-        typer.echo(f"{what}; nothing is deleted" if found else "there are none")
+        typer.echo(f"{what}; nothing was deleted" if found else "there are none")
         return
     if waiting and not yes:
-        refusal = f"deleting {what} needs a confirmation"
-        confirm(f"Delete {what}? Their events are lost then", refusal, "Add --yes; or --settled to keep those")
+        refusal = f"deleting {what} needs confirmation"
+        confirm(
+            f"Delete {what}? Their events will be lost", refusal, "Add --yes, or --settled to keep the waiting ones"
+        )
     chosen = replace(query, ids=tuple(one.id for one in found))  # leave letters that arrived after the question
     typer.echo(f"{_count(letters.store.purge(chosen))} deleted")
 
@@ -170,10 +172,10 @@ def replay_command(
     query = letters.query(adapter, since, before, ids, is_waiting=True, limit=limit)
     for letter in map(letters.get, ids or ()):
         if not letter.is_waiting:
-            said = f"is {letter.outcome} since {letter.replayed_at}: it does not go again"
+            said = f"was {letter.outcome} at {letter.replayed_at}: not delivered again"
             typer.echo(f"pgcdc: {letter.id} {said}", err=True)
         elif query.pipeline not in (None, letter.pipeline):
-            typer.echo(f"pgcdc: {letter.id} is of another pipeline, {letter.pipeline}: it does not go", err=True)
+            typer.echo(f"pgcdc: {letter.id} belongs to another pipeline, {letter.pipeline}: not delivered", err=True)
     counts = Counter(letter.adapter for letter in letters.store.find(query))
     is_running = Lock.holder(letters.state.run_lock) is not None and not others
     if dry_run:
@@ -192,7 +194,7 @@ def replay_command(
     if tally.reasons and not as_json:
         _say_reasons(tally.reasons)
     if tally.error:
-        raise SinkError(f"the rest was not delivered: {tally.error}")
+        raise SinkError(f"the remaining dead letters were not delivered: {tally.error}")
     if tally.failed:
         raise typer.Exit(1)
 
@@ -220,10 +222,10 @@ def _replay_here(flags: dict[str, Any], file: Path | None, letters: _Letters, qu
 
 def _say_plan(flags: dict[str, Any], file: Path | None, counts: Counter[str], *, is_running: bool) -> None:
     if not counts:
-        typer.echo("there are none that wait")
+        typer.echo("no dead letters are waiting")
     destinations = {} if is_running else plan_destinations(flags, file, sorted(counts))
     for name, count in sorted(counts.items()):
-        where = "by the run"
+        where = "through the running pipeline"
         if name in destinations:
             spec = destinations[name].spec
             other = "another target: " if destinations[name].is_other else ""
@@ -244,14 +246,14 @@ class _Letters:
         if is_needed and not self.state.path.is_dir():
             raise StateError(
                 f"the state directory {settings.state_dir} does not exist",
-                "Give that of the pipeline with --state-dir; or the letters themselves, with --dlq-file or --dlq-db",
+                "Set --state-dir to that of the pipeline, or name the dead letters with --dlq-file or --dlq-db",
             )
         if not is_said:
             last = read_json(self.state.run_status) or {}
             if last.get("dlq") == "pg_table" and last.get("dlq_elsewhere"):  # else a table at the source
                 raise ConfigError(
                     "the dead letters of the last run are in a database of their own",
-                    "Give it in PGCDC_DLQ_DB, or --dlq-db",
+                    "Set PGCDC_DLQ_DB or --dlq-db to its URL",
                 )
             known = {key: last[key] for key in ("dlq", "dlq_file", "dlq_table") if last.get(key)}
             path = {"dlq_file": Path(known["dlq_file"])} if "dlq_file" in known else {}
@@ -259,20 +261,20 @@ class _Letters:
         elif ("dlq",) not in loaded.origins:
             settings = settings.but(dlq="file" if settings.dlq_file else "pg_table")
         if settings.dlq == "pg_table" and not (settings.dlq_db or settings.db):
-            raise ConfigError(
-                "no database is given for the dead letters", "Use --dlq-db, --db, PGCDC_DLQ_DB or PGCDC_DB"
-            )
+            raise ConfigError("no database is set for the dead letters", "Use --dlq-db, --db, PGCDC_DLQ_DB or PGCDC_DB")
         store = make_store(settings)
         if not isinstance(store, ReadableDeadLetters):
-            raise ConfigError(f"dead letters go to {settings.dlq}, where they cannot be read again", "Give --dlq")
+            raise ConfigError(
+                f"dead letters go to {settings.dlq}, which cannot be read back", "Set --dlq to file or pg_table"
+            )
         self.store: ReadableDeadLetters = store
 
     def check_whose(self, ids: list[str] | None) -> None:
         """Several pipelines may share a store, so a command that changes letters must name an adapter."""
         if not ids and self.state.identity() is None:
             raise ConfigError(
-                f"there is no pipeline in {self.state.path}: it is not known whose dead letters are meant",
-                "Give its --state-dir; or name letters, by --id",
+                f"{self.state.path} has no pipeline, so the owner of the dead letters is unknown",
+                "Set --state-dir to that of the pipeline, or name dead letters with --id",
             )
 
     def query(
@@ -287,11 +289,11 @@ class _Letters:
     ) -> Query:
         """Refuses unknown adapters, so that a typo does not look like an empty list."""
         if len(names or ()) > 1:
-            raise ConfigError("--adapter is given more than once", "Name one adapter here; without it, all are meant")
+            raise ConfigError("--adapter can be used only once here", "Name one adapter, or none for all of them")
         name = names[0] if names else None
         known = sorted({*self._adapters, *(path.stem for path in self.state.acks.glob("*.json"))})
         if name is not None and name not in known and next(self.store.find(Query(adapter=name, limit=1)), None) is None:
-            raise ConfigError(f"there is no adapter {name}, and no dead letter of one", suggest(name, known))
+            raise ConfigError(f"adapter {name} does not exist and has no dead letters", suggest(name, known))
         identity = self.state.identity()
         pipeline = name_pipeline(identity) if identity is not None else None
         return Query(pipeline, name, tuple(ids or ()), _time(since), _time(before), is_waiting, None, limit)
@@ -300,7 +302,7 @@ class _Letters:
         """The letter with this id, or a prefix of it."""
         letter = next(self.store.find(Query(ids=(name,))), None)
         if letter is None:
-            raise ConfigError(f"there is no dead letter {name}", "See: pgcdc dlq list")
+            raise ConfigError(f"dead letter {name} does not exist", "List them with: pgcdc dlq list")
         return letter
 
 
@@ -320,7 +322,7 @@ def _time(text: str | None) -> datetime | None:
 
 
 def _count(number: int) -> str:
-    return f"{number:,} dead letter{'' if number == 1 else 's'}"
+    return counted(number, "dead letter")
 
 
 def _summary(found: list[DeadLetter], shown: int) -> str:
@@ -329,7 +331,7 @@ def _summary(found: list[DeadLetter], shown: int) -> str:
     times = [one.created_at for one in found]
     waiting = sum(one.is_waiting for one in found)
     text = f"{_count(len(found))} ({waiting:,} waiting), oldest {_ago(min(times))}, newest {_ago(max(times))}"
-    return f"{text}; {shown:,} are shown, see --limit" if shown < len(found) else text
+    return f"{text}; {shown:,} shown (see --limit)" if shown < len(found) else text
 
 
 def _ago(time: datetime) -> str:
@@ -365,7 +367,8 @@ def plan_destinations(flags: Mapping[str, Any], file: Path | None, adapters: lis
             spec = load({**flags, "adapters": [name]}, os.environ, file).config.adapter_specs[0]
         else:
             raise ConfigError(
-                f"the configuration has no adapter {name}", "Give the file of its pipeline with --config, or --adapter"
+                f"the configuration has no adapter {name}",
+                "Name the configuration file of its pipeline with --config, or the target with --adapter",
             )
         chain = [*shared, *spec.transforms]
         found[name] = Destination(_change(spec, given) if given else spec, chain, is_other=bool(given))

@@ -28,7 +28,8 @@ State = Annotated[
 ]
 EPILOG = (
     "Every adapter also accepts these delivery settings: --ADAPTER-timeout, -max-retries, -backoff-base, -backoff-cap, "
-    "-cb-max-failures, -cb-reset, -rate-limit and -rate-limit-burst. See docs/configuration.md."
+    "-cb-max-failures, -cb-reset, -rate-limit, -rate-limit-burst, -on-exhausted, -on-drift and -dead-letter-limit. "
+    "See docs/configuration.md."
 )
 
 TWO_WAY = ("streaming",)  # Switches whose default is neither on nor off

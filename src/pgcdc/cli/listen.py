@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from pgcdc.cli.flags import CONFIG_OPTION, given_flags
-from pgcdc.cli.report import INTERRUPTED, SnapshotProgress, exit_on_error, say
+from pgcdc.cli.report import INTERRUPTED, SnapshotProgress, exit_on_error, has_bars
+from pgcdc.core.log import begin_log, say
 from pgcdc.core.signals import on_end_signals
 
 if TYPE_CHECKING:
@@ -30,10 +31,11 @@ def listen(ctx: typer.Context, config: Annotated[Path | None, CONFIG_OPTION] = N
 
         flags = given_flags(ctx)
         settings = load_config(flags, os.environ, config)
+        begin_log(settings.log_format)
         pipeline = Pipeline(settings, say=say, read_again=lambda: load_config(flags, os.environ, config))
         pipeline.on_stuck = lambda: _end_at_once(0)
         shares_terminal = any(one.type in ("stdout", "exec") for one in settings.adapter_specs) and sys.stdout.isatty()
-        pipeline.snapshot.show = SnapshotProgress(live=sys.stderr.isatty() and not shares_terminal).show
+        pipeline.snapshot.show = SnapshotProgress(live=has_bars() and not shares_terminal).show
         with contextlib.suppress(StopNow):  # a signal before `run` has begun
             _stop_on_signals(pipeline)
             signal.signal(signal.SIGHUP, lambda number, frame: pipeline.request_reload())
@@ -59,7 +61,7 @@ def _stop_on_signals(pipeline: Pipeline) -> None:
         seen += 1
         if seen > 1:
             _end_at_once(128 + number)
-        say("stopping after this batch (a second signal ends at once)")
+        say("stopping after this batch (a second signal stops at once)")
         pipeline.stop()
         if pipeline.is_starting:
             raise StopNow

@@ -13,19 +13,31 @@ from typer.core import TyperGroup
 COMMANDS = {
     "listen": "Deliver every committed change to the adapters, exactly once, until stopped.",
     "validate": "Check configuration, connection, rights, tables and adapters. Starts nothing, leaves nothing behind.",
-    "describe": "Every column of a table: its type in PostgreSQL and in Spark, whether it is a key, and how exact it is.",
-    "snapshot": "Copy tables as they are now through adapters: consistent, complete, and without a trace on the server.",
-    "verify": "Compare every table at every target that can be read back with the source, and name the rows that differ.",
-    "status": "Phase, positions, lag in bytes and seconds, and the last error of the pipeline that owns a state directory.",
-    "reload": "Make a running `pgcdc listen` read its transforms and routes again; they apply from the next batch on.",
-    "sentinel": "Mark this moment in a running pipeline's stream, and wait until its targets have everything before it.",
-    "resync": "Bring targets back: one copy (--table, --adapter), or after a lost slot everything, deletes included.",
-    "playground": "A PostgreSQL of its own under random traffic, captured through Spark and compared at the end.",
-    "version": "Versions of pgcdc and what it stands on, and which quick ways are in use.",
+    "describe": (
+        "Show every column of a table: its types in PostgreSQL and Spark, whether it is a key, and how exact it is."
+    ),
+    "snapshot": (
+        "Copy tables as they are now through adapters: consistent, complete, and nothing is left on the server."
+    ),
+    "verify": (
+        "Compare every table with the source at every target that can be read back, and list the rows that differ."
+    ),
+    "status": (
+        "Show the phase, positions, lag in bytes and seconds, and last error of the pipeline in a state directory."
+    ),
+    "reload": "Make a running `pgcdc listen` reread its transforms and routes; they apply from the next batch on.",
+    "sentinel": (
+        "Mark this moment in a running pipeline's stream, and wait until its targets have everything before it."
+    ),
+    "resync": "Repair targets: one copy (--table, --adapter), or after a lost slot everything, deletes included.",
+    "playground": (
+        "Run the demo: a PostgreSQL of its own under random traffic, captured through Spark and compared at the end."
+    ),
+    "version": "Show the versions of pgcdc, Python, PySpark and PyArrow, and which fast paths are in use.",
     "config": "Create a configuration file, show the effective settings, print the JSON schema.",
     "dlq": "Events that a target refused: list them, deliver them again, delete them.",
     "slot": "List, inspect and drop replication slots.",
-    "consumer": "Consumers of a slot: each holds back WAL until it has acknowledged.",
+    "consumer": "List and forget consumers of a slot. Each holds back WAL until it has acknowledged.",
 }
 """The commands with their help lines. Each is a function of that name, or a group `<name>_app`, in
 `pgcdc.cli.<name>`."""

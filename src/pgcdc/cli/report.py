@@ -12,14 +12,11 @@ from typing import Any
 import typer
 
 from pgcdc.core.errors import ConfigError, ConfigErrors, PgcdcError
+from pgcdc.core.log import is_json, say, say_error
+from pgcdc.core.wording import counted
 
 INTERRUPTED = 130
 LINE_INTERVAL_S = 10.0
-
-
-def say(text: str) -> None:
-    """Print a line for people, on stderr."""
-    print(f"pgcdc: {text}", file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -33,7 +30,7 @@ def exit_on_error() -> Iterator[None]:
         yield
     except PgcdcError as error:
         for one in single_errors(error):
-            typer.echo(" ".join(f"error: {one}".split()), err=True)  # what happened, what to do: in one line
+            say_error(one)
             show_excerpt(one)
         raise typer.Exit(error.exit_code) from None
     except KeyboardInterrupt:
@@ -49,7 +46,7 @@ def single_errors(error: PgcdcError) -> Sequence[PgcdcError]:
 
 def show_excerpt(error: PgcdcError) -> None:
     """The line of the configuration file that an error is about, if it is about one."""
-    if isinstance(error, ConfigError) and error.excerpt:
+    if isinstance(error, ConfigError) and error.excerpt and not is_json():
         typer.echo(error.excerpt, err=True)
 
 
@@ -96,6 +93,10 @@ def show(value: object) -> str:
 # --- progress of reading tables: bars on a terminal, otherwise a line from time to time; always on stderr
 
 
+def has_bars() -> bool:
+    return sys.stderr.isatty() and not is_json()
+
+
 class Bars:
     def __init__(self) -> None:
         from rich.console import Console
@@ -122,7 +123,7 @@ class CopyProgress:
 
     def __init__(self, interval_s: float = LINE_INTERVAL_S, *, live: bool | None = None) -> None:
         self._interval_s = interval_s
-        self._bars = Bars() if (sys.stderr.isatty() if live is None else live) else None
+        self._bars = Bars() if (has_bars() if live is None else live) else None
         self._table = ""
         self._began = self._due = 0.0
 
@@ -136,7 +137,7 @@ class CopyProgress:
             self._bars.draw(table, rows, 0 if is_complete else estimated_rows, text)
         elif is_complete:
             took = describe_seconds(seconds) if seconds >= 1 else "less than 1 s"
-            say(f"table {table}: {rows:,} row{'s' if rows != 1 else ''}, complete in {took}")
+            say(f"table {table}: {counted(rows, 'row')} read in {took}")
         elif rows and now >= self._due:
             self._due = now + self._interval_s
             say(f"table {table}: {text}")
@@ -185,7 +186,7 @@ def describe_rows(rows: int, estimated_rows: int, seconds: float) -> str:
     """`120,000 of about 1,000,000 rows (12 %), 60,000 rows/s, 15 s left`. Omits an estimate that was exceeded."""
     rate = rows / seconds if seconds > 0 else 0.0
     if rows >= estimated_rows:
-        return f"{rows:,} rows, {rate:,.0f} rows/s"
+        return f"{counted(rows, 'row')}, {rate:,.0f} rows/s"
     left = describe_seconds((estimated_rows - rows) / rate) if rate else "-"
     percent = 100 * rows // estimated_rows
     return f"{rows:,} of about {estimated_rows:,} rows ({percent} %), {rate:,.0f} rows/s, {left} left"
@@ -196,13 +197,14 @@ def describe_snapshot(status: dict[str, Any]) -> str:
     tables = status.get("tables", [])
     if status["status"] == "complete":
         moved = [one["table"] for one in tables if one["status"] == "moved"]
-        text = f"initial snapshot: {status['rows']:,} rows of {len(tables)} tables in {status['seconds']:.1f} s"
-        return f"{text}; the rest of {', '.join(moved)} is read while changes come" if moved else text
+        rows = f"{counted(status['rows'], 'row')} of {counted(len(tables), 'table')}"
+        text = f"initial snapshot: {rows} read in {status['seconds']:.1f} s"
+        return f"{text}; the rest of {', '.join(moved)} is read beside the stream" if moved else text
     if status["status"] == "planning":
-        return "initial snapshot: it is planned"
+        return "initial snapshot: planning"
     ended = sum(one["status"] not in ("reading", "waiting") for one in tables)
     reading = [_describe_table(one) for one in tables if one["status"] == "reading"]
-    return "; ".join([f"initial snapshot: {ended} of {len(tables)} tables are complete", *reading])
+    return "; ".join([f"initial snapshot: {ended} of {counted(len(tables), 'table')} read", *reading])
 
 
 def _describe_table(one: dict[str, Any]) -> str:

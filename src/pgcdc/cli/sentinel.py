@@ -16,23 +16,25 @@ from pgcdc.core.settings import parse_seconds
 def sentinel(
     state_dir: State = None,
     config: File = None,
-    wait: Annotated[bool, typer.Option("--wait", help="Return when every adapter has it.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until every adapter has it.")] = False,
     adapter: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="With --wait: only this adapter. Repeatable.")
+        list[str] | None, typer.Option(metavar="NAME", help="With --wait: only for this adapter. Repeatable.")
     ] = None,
-    timeout: Annotated[str, typer.Option(help="With --wait: exit 1 after this time: 500ms, 30s, 5m.")] = "30s",
-    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    timeout: Annotated[
+        str, typer.Option(help="With --wait: exit 1 after this time, such as 500ms, 30s or 5m.")
+    ] = "30s",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Mark this moment in a running pipeline's stream, and wait until its targets have everything before it."""
     with exit_on_error():
         from pgcdc.run.sentinel import Sentinel
 
         if adapter and not wait:
-            raise ConfigError("--adapter says which adapters to wait for", "Add --wait")
+            raise ConfigError("--adapter selects the adapters to wait for", "Add --wait")
         try:
             timeout_s = parse_seconds(timeout)
         except ValueError as error:
-            raise ConfigError(f"--timeout {timeout}: {error}", "Give a time like 500ms, 30s or 5m") from None
+            raise ConfigError(f"--timeout {timeout}: {error}", "Write a time such as 500ms, 30s or 5m") from None
         made, seconds = Sentinel(find_state(state_dir, config), adapter or ()), None
         try:
             seconds = made.wait(timeout_s) if wait else None

@@ -13,16 +13,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pgcdc.cli.flags import CONFIG_OPTION, SettingsCommand, given_flags
-from pgcdc.cli.report import drop_output, exit_on_error, print_table, say
+from pgcdc.cli.report import drop_output, exit_on_error, print_table
 from pgcdc.core.errors import ConfigError, PgcdcError, SinkError
+from pgcdc.core.log import begin_log, say
 from pgcdc.core.state import Lock, StateDir
+from pgcdc.core.wording import counted
 
 if TYPE_CHECKING:
     from pgcdc.config import Config
     from pgcdc.run.copy_source import Wanted
 
 NOBODY_READS = 128 + signal.SIGPIPE  # The exit code of a Unix command whose reader has closed the pipe
-DONE = {"pause": "paused", "resume": "goes on", "stop": "stopped"}
+DONE = {"pause": "paused", "resume": "resumed", "stop": "stopped"}
 TYPES = ("numeric", "out_of_range", "arrays", "composites")
 
 
@@ -46,22 +48,22 @@ def snapshot(
     name: Annotated[
         list[str] | None, typer.Option("--table", help="A table: orders, or schema.orders. Repeatable.")
     ] = None,
-    where: Annotated[str, typer.Option(help="Only rows for which this is true, of one table: 'total > 100'.")] = "",
-    to: Annotated[str, typer.Option(help="parquet:DIR: typed columns, a folder for each table.")] = "",
+    where: Annotated[str, typer.Option(help="Only rows that match this condition, of one table: 'total > 100'.")] = "",
+    to: Annotated[str, typer.Option(help="parquet:DIR writes typed columns, a folder for each table.")] = "",
     partitions: Annotated[
         int | None, typer.Option(help="With --to: how many tasks read a table. (default: by its size)")
     ] = None,
-    json_as: Annotated[str | None, typer.Option("--json-as", help="With --to: json as string or variant.")] = None,
+    json_as: Annotated[str | None, typer.Option("--json-as", help="With --to: read json as string or variant.")] = None,
     incremental: Annotated[
-        bool, typer.Option("--incremental", help="Read tables again while their pipeline runs, into its stream.")
+        bool, typer.Option("--incremental", help="Read tables again into the stream of their running pipeline.")
     ] = False,
-    chunk_size: Annotated[int, typer.Option(help="With --incremental: rows at a time. (default: adaptive)")] = 0,
-    chunk_delay: Annotated[str, typer.Option(help="With --incremental: rest between chunks: 100ms, 2s.")] = "",
+    chunk_size: Annotated[int, typer.Option(help="With --incremental: rows per chunk. (default: adaptive)")] = 0,
+    chunk_delay: Annotated[str, typer.Option(help="With --incremental: pause between chunks: 100ms, 2s.")] = "",
     pause: Annotated[str, typer.Option(metavar="ID", help="Pause an incremental snapshot.")] = "",
-    resume: Annotated[str, typer.Option(metavar="ID", help="Go on with a paused one.")] = "",
-    stop: Annotated[str, typer.Option(metavar="ID", help="End one where it is.")] = "",
+    resume: Annotated[str, typer.Option(metavar="ID", help="Resume a paused one.")] = "",
+    stop: Annotated[str, typer.Option(metavar="ID", help="Stop one; rows already read stay.")] = "",
     list_all: Annotated[bool, typer.Option("--list", help="Show incremental snapshots.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="With --list: for machines.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --list: print JSON.")] = False,
 ) -> None:
     """Copy tables as they are now through adapters: consistent, complete, and without a trace on the server.
 
@@ -76,15 +78,14 @@ def snapshot(
         ways = {**changes, "incremental": incremental, "list": list_all}
         asked = [f"--{way}" for way, one in ways.items() if one]
         if len(asked) > 1:
-            raise ConfigError(f"{asked[0]} and {asked[1]} are given", "Give one of them")
+            raise ConfigError(f"{asked[0]} and {asked[1]} cannot be combined", "Use one of them")
         if not asked and (chunk_size or chunk_delay):
-            raise ConfigError(
-                "--chunk-size and --chunk-delay are for --incremental", "Add --incremental, or leave them out"
-            )
+            raise ConfigError("--chunk-size and --chunk-delay need --incremental", "Add --incremental, or remove them")
         for flag, one in {"to": to, "partitions": partitions, "json_as": json_as, **flags}.items() if asked else ():
             if one and flag not in ("tables", "state_dir", "db"):
                 raise ConfigError(
-                    f"{_flag(flag)} is not for {asked[0]}", "Leave it out: rows go where the pipeline delivers"
+                    f"{_flag(flag)} cannot be combined with {asked[0]}",
+                    "Remove it: rows go where the pipeline delivers",
                 )
         loaded = load(flags, os.environ, config)
         settings, names = loaded.config, [*(name or []), *((flags.get("tables") and loaded.config.tables) or ())]
@@ -149,10 +150,11 @@ def _copy(settings: Config, wanted: Wanted, to: str, partitions: int | None, typ
     if not to:
         for flag, one in (("partitions", partitions), *types.items()):
             if one is not None:
-                raise ConfigError(f"{_flag(flag)} is for --to parquet:DIR", "Leave it out, or add --to")
+                raise ConfigError(f"{_flag(flag)} needs --to parquet:DIR", "Remove it, or add --to")
     specs, transforms = choose_specs(settings, None), settings.global_transforms
     keep_secrets([settings.db, settings.dlq_db], specs, transforms)
     signal.signal(signal.SIGTERM, _end)
+    begin_log(settings.log_format)
     progress = CopyProgress()
     try:
         if to:
@@ -169,32 +171,34 @@ def _copy(settings: Config, wanted: Wanted, to: str, partitions: int | None, typ
         drop_output()
         raise typer.Exit(NOBODY_READS) from None  # `| head`: the reader has enough
     except KeyboardInterrupt:
-        say("stopped: the copy is not complete")
+        say("stopped: the copy is incomplete")
         raise
     finally:
         progress.close()
-    say(f"complete: {rows:,} row{'s' if rows != 1 else ''}")
+    say(f"copy complete: {counted(rows, 'row')}")
 
 
 def _parquet_folder(settings: Config, wanted: Wanted, to: str, partitions: int | None) -> Path:
     """The folder of `--to`. Parquet contains the tables' own columns, so refuse settings that would hide some of
     them."""
     if "adapters" in settings.model_fields_set:
-        raise ConfigError("--to and --adapter are given", "Give one of them")
+        raise ConfigError("--to and --adapter cannot be combined", "Use one of them")
     rules = wanted.selection.row_filters or wanted.selection.columns or wanted.publication
     hiding = settings.global_transforms or any(one.transforms or one.routes for one in settings.adapter_specs)
     if rules or hiding:
         raise ConfigError(
             "--to parquet copies whole tables, but the configuration has transforms, routes, row filters or columns",
-            "Copy events with --adapter, or leave them out",
+            "Copy events with --adapter, or remove them",
         )
     kind, _, folder = to.partition(":")
     if kind != "parquet" or not folder:
-        raise ConfigError(f"--to {to} is not known", "Write --to parquet:DIR")
+        raise ConfigError(f"unknown --to {to}", "Write --to parquet:DIR")
     if re.match(r"\w+://", folder):
-        raise ConfigError(f"--to {to} is not a folder of this host", "Write --to parquet:DIR, and copy it from there")
+        raise ConfigError(
+            f"--to {to} is not a folder on this host", "Write --to parquet:DIR, and copy the files from there"
+        )
     if partitions is not None and partitions < 1:
-        raise ConfigError(f"--partitions {partitions} is not a number above 0", "Leave it out for the default")
+        raise ConfigError(f"--partitions must be at least 1, got {partitions}", "Remove it for the default")
     return Path(folder)
 
 
@@ -216,18 +220,18 @@ def _add(names: list[str], where: str, chunk_size: int, chunk_delay: str, state:
     if not names:
         raise ConfigError("no table is named", "Use --table NAME")
     if where and len(names) > 1:
-        raise ConfigError("--where is a condition on one table", "Ask for one table at a time")
+        raise ConfigError("--where applies to one table", "Request one table at a time")
     try:
         delay_s = parse_seconds(chunk_delay) if chunk_delay else 0.0
     except ValueError:
-        raise ConfigError(f"--chunk-delay {chunk_delay} is not a time", "Write 100ms, or 2s") from None
+        raise ConfigError(f"--chunk-delay {chunk_delay} is not a time", "Write it like 100ms or 2s") from None
     chosen = dict.fromkeys(name_table(*split_table(name)) for name in names)
     requests = [
         SnapshotRequest(new_id(), name, "incremental", where, chunk_size=chunk_size, chunk_delay_s=delay_s)
         for name in chosen
     ]
     add_snapshots(state, requests)
-    later = "" if Lock.holder(state.capture_lock) else ", begins when the pipeline runs"
+    later = "" if Lock.holder(state.capture_lock) else ", starts when the pipeline runs"
     for request in requests:
         print(f"{request.id}\t{request.table}\tqueued{later}")
 

@@ -10,8 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from pgcdc.cli.flags import File, State, find_state
-from pgcdc.cli.report import confirm, exit_on_error, print_table, say, show
+from pgcdc.cli.report import confirm, exit_on_error, print_table, show
 from pgcdc.core.errors import ConfigError, SourceError, StateError
+from pgcdc.core.log import say
 from pgcdc.core.state import Lock, StateDir
 from pgcdc.postgres.database import Connection, connect
 from pgcdc.postgres.lsn import format_lsn
@@ -21,7 +22,7 @@ slot_app = typer.Typer(no_args_is_help=True, add_completion=False)
 consumer_app = typer.Typer(no_args_is_help=True, add_completion=False)
 
 Db = Annotated[str, typer.Option("--db", envvar="PGCDC_DB", show_envvar=True, help="URL of the source database.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Name = Annotated[str, typer.Option("--slot-name", help="Name of the slot.")]
 
 _COLUMNS = ("name", "plugin", "database", "active", "wal_status", "confirmed_flush_lsn", "lag_bytes", "retained_bytes")
@@ -49,7 +50,7 @@ def status_command(
     with _connect(db) as conn:
         slot = get_slot(conn, wanted)
     if slot is None:
-        raise SourceError(f"slot {wanted} does not exist", "pgcdc slot list shows those that do")
+        raise SourceError(f"slot {wanted} does not exist", "List them with: pgcdc slot list")
     found = _describe_slot(slot)
     if as_json:
         typer.echo(json.dumps(found, indent=2))
@@ -62,13 +63,14 @@ def status_command(
 def drop_command(
     slot_name: Name = "",
     db: Db = "",
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
 ) -> None:
     """Drop a slot. Changes that it holds and that were not delivered are lost."""
     name = _require(slot_name, "slot", "--slot-name")
     if not yes:
         confirm(
-            f"Drop slot {name}? Changes that were not delivered are lost", f"dropping slot {name} needs a confirmation"
+            f"Drop slot {name}? Changes that were not delivered will be lost",
+            f"dropping slot {name} needs confirmation",
         )
     with _connect(db) as conn:
         drop_slot(conn, name)
@@ -124,7 +126,7 @@ def forget_consumer(name: str, state_dir: State = None, config: File = None) -> 
 
 def _check_state(state: StateDir) -> StateDir:
     if not state.consumers_file.exists():
-        raise StateError(f"{state.path} is not a state directory", "Give --state-dir")
+        raise StateError(f"{state.path} is not a state directory", "Set --state-dir to that of the pipeline")
     return state
 
 
@@ -132,11 +134,11 @@ def _check_state(state: StateDir) -> StateDir:
 def describe(
     table: Annotated[str, typer.Option(help="The table: orders, or schema.orders.")] = "",
     db: Db = "",
-    output: Annotated[str, typer.Option("--format", help="table, or json for machines.")] = "table",
+    output: Annotated[str, typer.Option("--format", help="table or json.")] = "table",
     json_as: Annotated[str, typer.Option("--json", help="json and jsonb: string or variant.")] = "string",
     numeric: Annotated[str, typer.Option(help="numeric: decimal, string or double.")] = "decimal",
     out_of_range: Annotated[
-        str, typer.Option(help="Dates and timestamps that Spark does not have: error, clamp or string.")
+        str, typer.Option(help="Dates and timestamps outside of Spark's range: error, clamp or string.")
     ] = "error",
     arrays: Annotated[str, typer.Option(help="Arrays: array or string.")] = "array",
     composites: Annotated[str, typer.Option(help="Composite types: struct or string.")] = "struct",
@@ -147,7 +149,7 @@ def describe(
 
     _require(table, "table", "--table")
     if output not in ("table", "json"):
-        raise ConfigError(f"--format {output} is not a format", "Use table or json")
+        raise ConfigError(f"unknown --format {output}", "Use table or json")
     chosen = {"numeric": numeric, "out_of_range": out_of_range, "arrays": arrays, "composites": composites}
     found = [dataclasses.asdict(column) for column in describe_table(db, table, json=json_as, **chosen)]
     _print(tuple(field.name for field in dataclasses.fields(ColumnDescription)), found, output == "json")
@@ -169,19 +171,19 @@ def resync(
         ),
     ] = None,
     new_slot: Annotated[
-        bool, typer.Option("--new-slot", help="Give up a slot that still works, or follow another server.")
+        bool, typer.Option("--new-slot", help="Replace a slot that still works, or follow another server.")
     ] = False,
     tables: Annotated[
-        str, typer.Option(help="Capture these tables from now on: a,b,schema.c. (default: those of before)")
+        str, typer.Option(help="Capture these tables from now on: a,b,schema.c. (default: the same as before)")
     ] = "",
     truncate: Annotated[
         bool,
         typer.Option("--truncate", help="Send a TRUNCATE of every table before its rows, instead of comparing keys."),
     ] = False,
     two_phase: Annotated[
-        bool, typer.Option("--two-phase", help="Make the new slot for pgcdc listen --two-phase.")
+        bool, typer.Option("--two-phase", help="Create the new slot for pgcdc listen --two-phase.")
     ] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
 ) -> None:
     """Repair targets: one copy (--table, --adapter), or everything after a lost slot, including deletes."""
     from pgcdc.config.layers import load
@@ -192,7 +194,7 @@ def resync(
     settings = load({name: one for name, one in given.items() if one}, os.environ, config).config
     db, state = settings.db, StateDir(settings.state_dir)
     if not db:
-        raise ConfigError("no database is given", "Use --db or the variable PGCDC_DB")
+        raise ConfigError("no database is set", "Use --db or the variable PGCDC_DB")
     if adapter:
         _replace(db, state, table or [], adapter, yes)
         return
@@ -201,9 +203,9 @@ def resync(
         for line in one.plan():
             say(line)
         if not yes and not one.note:
-            confirm("Go on?", "nothing was changed: a resync needs a confirmation")
+            confirm("Continue?", "nothing was changed: a resync needs confirmation")
         one.run()
-    say("done. Start pgcdc listen as before: it brings the sinks back to the source")
+    say("done. Start pgcdc listen as before: it repairs the targets")
 
 
 def _replace(db: str, state: StateDir, tables: list[str], adapters: list[str], yes: bool) -> None:
@@ -212,16 +214,16 @@ def _replace(db: str, state: StateDir, tables: list[str], adapters: list[str], y
     from pgcdc.source.protocol import make_source
 
     if not tables:
-        raise ConfigError("--adapter says who replaces its copy of a table", "Add --table NAME")
+        raise ConfigError("--adapter selects the adapters that replace their copy of a table", "Add --table NAME")
     identity = state.identity()
     if identity is None:
-        raise StateError(f"{state.path} is not a state directory of pgcdc", "Give --state-dir")
+        raise StateError(f"{state.path} is not a state directory of pgcdc", "Set --state-dir to that of the pipeline")
     captured = make_source(PostgresOptions(db=db)).captured(identity)
     wanted = find_tables(state, captured, tables, adapters)
-    say(f"{', '.join(adapters)} will empty {', '.join(wanted.values())}, and get every row again")
+    say(f"{', '.join(adapters)} will empty {', '.join(wanted.values())} and receive every row again")
     if not yes:
-        confirm("Go on?", "nothing was changed: a resync needs a confirmation")
+        confirm("Continue?", "nothing was changed: a resync needs confirmation")
     hold_tables(state, wanted, adapters)
     is_running = Lock.holder(state.run_lock) is not None
-    when = "asked for: pgcdc sentinel --wait returns when they are whole"
+    when = "requested: pgcdc sentinel --wait returns when the copies are complete"
     say(when if is_running else "done. Start pgcdc listen as before: it replaces them")

@@ -25,7 +25,7 @@ _OF_CAPTURE = ("schema_changes", "toast_cache_hits", "toast_cache_misses", "toas
 def status(
     state_dir: State = None,
     config: File = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show phase, positions, lag in bytes and seconds, and the last error of the pipeline that owns a state
     directory."""
@@ -58,7 +58,7 @@ def read_status(state_dir: Path) -> dict[str, Any]:
     identity = state.identity()
     if identity is None:
         state.check_whole()
-        raise StateError(f"{state.path} is not a state directory of pgcdc", "Give --state-dir")
+        raise StateError(f"{state.path} is not a state directory of pgcdc", "Set --state-dir to that of the pipeline")
     running = Lock.holder(state.run_lock) is not None
     capturing = Lock.holder(state.capture_lock) is not None
     run: dict[str, Any] = ask(state.run_lock, {"do": "status"}) or _last_run(state)
@@ -137,17 +137,17 @@ def reload(state_dir: State = None, config: File = None) -> None:
 
         state = find_state(state_dir, config)
         if Lock.holder(state.run_lock) is None:
-            raise StateError(f"nothing runs in {state.path}", "Start it with pgcdc listen, or give --state-dir")
+            raise StateError(f"no pipeline runs in {state.path}", "Start it with pgcdc listen, or set --state-dir")
         phase = ask(state.run_lock, {"do": "status"}).get("phase", "starting")
         if phase != "streaming":
-            raise StateError(f"the run is not ready yet: {phase}", "Try again in a moment")
+            raise StateError(f"the pipeline is not ready yet: {phase}", "Try again in a moment")
         request, deadline = {"do": "reload", "id": str(uuid.uuid4())}, time.monotonic() + RELOAD_TIMEOUT_S
         while not (found := ask(state.run_lock, request)):
             if Lock.holder(state.run_lock) is None:
-                raise StateError("the run has ended", "Look at its output")
+                raise StateError("the pipeline has ended", "See its output")
             if time.monotonic() > deadline:
-                raise StateError(f"the run did not answer within {RELOAD_TIMEOUT_S:.0f} s", "Look at pgcdc status")
+                raise StateError(f"the pipeline did not answer within {RELOAD_TIMEOUT_S:.0f} s", "See pgcdc status")
             time.sleep(0.05)
         if found["refused"]:
-            raise ConfigError(f"not reloaded, the old one goes on: {found['refused']}")
-        print("reloaded: transforms and routes hold from the next batch on")
+            raise ConfigError(f"not reloaded, the previous configuration stays in effect: {found['refused']}")
+        print("reloaded: transforms and routes apply from the next batch on")

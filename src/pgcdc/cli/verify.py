@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pgcdc.cli.flags import CONFIG_OPTION, SettingsCommand, given_flags
-from pgcdc.cli.report import exit_on_error, print_table, say
+from pgcdc.cli.report import exit_on_error, print_table
 from pgcdc.core.errors import ConfigError, PgcdcError
+from pgcdc.core.log import begin_log, say
+from pgcdc.core.wording import counted
 
 if TYPE_CHECKING:
     from pgcdc.config.layers import Loaded
@@ -29,14 +31,16 @@ def verify(
     config: Annotated[Path | None, CONFIG_OPTION] = None,
     name: Annotated[list[str] | None, typer.Option("--table", help="Only this table. Repeatable.")] = None,
     adapter: Annotated[list[str] | None, typer.Option("--adapter", help="Only this adapter. Repeatable.")] = None,
-    keys: Annotated[int, typer.Option(min=0, help="Show so many keys of each kind of difference.")] = 20,
-    rate: Annotated[float, typer.Option(min=0, help="Read at most so many rows a second; 0: no limit.")] = 0.0,
-    repair: Annotated[bool, typer.Option("--repair", help="Send rows that differ again, to that adapter.")] = False,
+    keys: Annotated[int, typer.Option(min=0, help="Show at most this many keys of each kind of difference.")] = 20,
+    rate: Annotated[float, typer.Option(min=0, help="Read at most this many rows a second; 0: no limit.")] = 0.0,
+    repair: Annotated[bool, typer.Option("--repair", help="Send the rows that differ to that adapter again.")] = False,
     at_rest: Annotated[
-        bool, typer.Option("--at-rest", help="Nothing runs: compare with what the targets have by now.")
+        bool, typer.Option("--at-rest", help="Without a running pipeline: compare with what the targets have now.")
     ] = False,
-    resume: Annotated[bool, typer.Option("--resume/--no-resume", help="Go on where the last one was stopped.")] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume/--no-resume", help="Resume where the last comparison stopped.")
+    ] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Compare every table at every target that can be read back with the source, and list the rows that differ."""
     with exit_on_error():
@@ -48,6 +52,7 @@ def verify(
 
         loaded = _load(given_flags(ctx), config, adapter or [])
         settings = loaded.config
+        begin_log(settings.log_format)
         chains = Chains(choose_specs(settings, None), settings.global_transforms, is_typed=settings.table is not None)
         check_adapters(chains.specs)
         keep_secrets([settings.db, settings.dlq_db], chains.specs, chains.transforms)
@@ -75,7 +80,9 @@ def _load(flags: dict[str, Any], file: Path | None, names: list[str]) -> Loaded:
     loaded = load(flags, os.environ, file)
     if ("adapters",) not in loaded.origins:
         if not names:
-            raise ConfigError("no adapter is given", "Give --config of the pipeline, or --adapter and its flags")
+            raise ConfigError(
+                "no adapter is configured", "Name the pipeline's file with --config, or use --adapter and its flags"
+            )
         loaded = load({**flags, "adapters": names}, os.environ, file)
     return loaded
 
@@ -96,11 +103,13 @@ def print_report(report: Report) -> None:
             more = getattr(one, verdict) - len(keys)
             typer.echo(f"{title}: {verdict}: {shown}{f' and {more:,} more' if more > 0 else ''}")
         if one.repaired:
-            typer.echo(f"{title}: {one.repaired:,} rows repaired")
+            typer.echo(f"{title}: {counted(one.repaired, 'row')} repaired")
         if one.explained:
-            typer.echo(f"{title}: of {one.explained:,} rows that differ a dead letter waits: pgcdc dlq list")
+            typer.echo(f"{title}: {counted(one.explained, 'different row')} with a waiting dead letter: pgcdc dlq list")
         elif one.dead_letters and one.wrong:
-            typer.echo(f"{title}: {one.dead_letters:,} dead letters wait, likely the reason: pgcdc dlq list")
+            typer.echo(
+                f"{title}: {counted(one.dead_letters, 'waiting dead letter')}, likely the reason: pgcdc dlq list"
+            )
         for text in (*one.notes, *([f"not compared: {one.reason}"] if one.reason else ())):
             typer.echo(f"{title}: {text}")
     for text in report.left_out:

@@ -82,7 +82,7 @@ def parse_priorities(value: Any) -> Any:
 
 def _pattern(text: str) -> str:
     if not text.strip():
-        raise refuse("a pattern is empty", "Write orders, or *")
+        raise refuse("a pattern is empty", "Write a channel such as orders, or *")
     return text if ":" in text else f"pgcdc:{text}"
 
 
@@ -103,9 +103,9 @@ class Entry(Options):
 
     type: str = Field(description="the type of the adapter")
     name: Annotated[str, Field(pattern=ADAPTER_NAME)] = Field(
-        description="its name: in routes, metrics and the state directory"
+        description="its name, in routes, metrics and the state directory"
     )
-    transforms: tuple[TransformSpec, ...] = Field(default=(), description="its own transforms, behind the global ones")
+    transforms: tuple[TransformSpec, ...] = Field(default=(), description="its own transforms, after the global ones")
     routes: Patterns | None = Field(default=None, description="only channels that match one of these patterns")
     priority: Priority | None = Field(default=None, description="critical, normal (the default) or best-effort")
 
@@ -134,7 +134,7 @@ def _make_models() -> tuple[dict[str, type[Entry]], type[Options], dict[str, tup
     for kind, options in ADAPTERS.usable().items():
         if clash := {*Entry.model_fields, *DeliveryOptions.model_fields}.intersection(options.model_fields):
             raise ConfigError(
-                f"adapter {kind} has options of all adapters: {', '.join(clash)}", "Give them other names"
+                f"adapter {kind} redefines options that all adapters have: {', '.join(clash)}", "Rename them"
             )
         own: dict[str, Any] = {"type": (Literal[kind], Field(description="the type of the adapter"))}
         for name, field in {**options.model_fields, **DeliveryOptions.model_fields}.items():
@@ -250,7 +250,7 @@ def _options(config: Config, number: int, name: str, kind: type[SinkOptions]) ->
     field = str(first["loc"][0]) if first["loc"] else ""
     if first["type"] == "missing":
         key, value = f"{item}_{field}", field.upper()
-        advice = f"Add --{key.replace('_', '-')} {value}; in the YAML file, {key}: {value}"
+        advice = f"Add --{key.replace('_', '-')} {value}, or {key}: {value} in the YAML file"
         raise Conflict(("adapters", number), f"adapter {name} needs a {field}", advice)
     reason = first["msg"].removeprefix("Value error, ")
     keys = list(dict.fromkeys(one for one in re.findall(r"\w+", reason) if one in kind.model_fields))
@@ -258,6 +258,6 @@ def _options(config: Config, number: int, name: str, kind: type[SinkOptions]) ->
     if isinstance(item, str):
         keys = [f"{item}_{key}" for key in keys]
         flags = ", ".join(f"--{key.replace('_', '-')}" for key in keys)
-        advice = f"The flags are {flags}; in the YAML file, {', '.join(keys)}"
+        advice = f"The flags are {flags}; in the YAML file: {', '.join(keys)}"
     where = option_path(config, number, field) if field else ("adapters", number)
     raise Conflict(where, f"adapter {name}: {reason}", advice if keys else "See the documentation of the adapter")

@@ -131,7 +131,7 @@ def write_template(path: Path) -> None:
         with path.open("x", encoding="utf-8") as file:
             file.write(make_template())
     except FileExistsError:
-        raise ConfigError(f"{path} exists", "It is left as it is; give another name with --config") from None
+        raise ConfigError(f"{path} exists", "It was not changed; name another file with --config") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}", "Choose another place with --config") from None
 

@@ -47,19 +47,19 @@ def _explain(error: Any, path: KeyPath, value: Any) -> tuple[KeyPath, str, str]:
     if kind == "extra_forbidden":
         name = str(loc[-1])
         if len(loc) == 1:
-            otherwise = "The keys stand in docs/configuration.md, or: pgcdc config schema"
-            return path, "this key is not known", advise(name) or suggest(name, Config.model_fields, otherwise)
+            otherwise = "See the keys in docs/configuration.md, or with: pgcdc config schema"
+            return path, "unknown key", advise(name) or suggest(name, Config.model_fields, otherwise)
         model: type[BaseModel] = {**TRANSFORMS, **ENTRIES}.get(str(loc[-2]), Transforms)
         names = [field.alias or key for key, field in model.model_fields.items()]
-        return path, "this key is not known", suggest(name, names)
+        return path, "unknown key", suggest(name, names)
     if kind == "missing":
         return path[:-1], f"{path[-1]} is missing", f"Add {path[-1]}: ..."
     if kind in ("union_tag_invalid", "union_tag_not_found"):  # a mapping in a list
         types = list(ENTRIES if path[0] == "adapters" and len(path) <= 2 else TRANSFORMS)
         given = value.get("type") if isinstance(value, dict) else None
         if given is None:
-            return path, "type is missing", f"Give one of: {', '.join(types)}"
-        return (*path, "type"), f"{str(given)!r:.60} is not known", suggest(str(given), types)
+            return path, "type is missing", f"Use one of: {', '.join(types)}"
+        return (*path, "type"), f"{str(given)!r:.60} is unknown", suggest(str(given), types)
     field = Config.model_fields.get(str(path[0]))
     advice = f"{path[0]}: {field.description}" if field and field.description else "See docs/configuration.md"
     if kind == REFUSED:
@@ -91,34 +91,34 @@ def _path(loc: tuple[str | int, ...], raw: Callable[[KeyPath], Any]) -> KeyPath:
 
 # --- names from the manual that pgcdc does not have: our replacement, or a note that it is not built yet
 
-_STATE = "Leave it out: progress stands in the state directory (state_dir), not in a database"
-_NO_METRICS = "Metrics are not served yet. Numbers of a run: pgcdc status --json"
+_STATE = "Remove it: progress is kept in the state directory (state_dir), not in a database"
+_NO_METRICS = "Metrics are not served yet. For figures of a run: pgcdc status --json"
 
 NAMES = {
     "channel": "LISTEN/NOTIFY is not built yet. Use the detector wal with tables, or messages for what an application sends",
-    "heartbeat_interval": "Leave it out: an idle database is confirmed every 10 s without writing to it",
+    "heartbeat_interval": "Remove it: an idle database is confirmed every 10 s without writing to it",
     "slot_lag_warn": "Not built yet. See the lag with: pgcdc status, pgcdc slot list",
-    "backpressure": "Leave it out: the capture stops reading when spool_limit is undelivered",
+    "backpressure": "Remove it: the capture pauses reading at spool_limit",
     "dlq_plugin": "Plugins are not built yet. Use dlq: file, pg_table, stderr or none",
-    "skip_validation": "Leave it out: a start checks everything that it needs. To check only: pgcdc validate",
-    "skip_migrations": "Leave it out: tables of ours are created when they are missing, and nothing else is changed",
+    "skip_validation": "Remove it: every start checks what it needs. To check only: pgcdc validate",
+    "skip_migrations": "Remove it: pgcdc creates its own tables when they are missing, and changes nothing else",
     "schema_registry_url": "The adapter kafka and its schema registry are not built yet",
-    "view_query": "Views are not built yet. Use a query of your own on spark.readStream.format('pgcdc')",
+    "view_query": "Views are not built yet. Use your own query on spark.readStream.format('pgcdc')",
     "snapshot_progress_db": _STATE,
-    "checkpoint_path": "Use state_dir: it has checkpoints, spool and acks",
-    "password": "Use password_file, or ${NAME} inside of db: a password does not stand in this file",
+    "checkpoint_path": "Use state_dir: it holds checkpoints, spool and acks",
+    "password": "Use password_file, or ${NAME} in db: this file must not contain a password",
 }
 """Settings of the manual, with underscores, and other names that people try."""
 
 _PREFIXES = {
-    "bp_": "Use spool_limit: the capture stops reading when this much is undelivered",
+    "bp_": "Use spool_limit: the capture pauses reading when this much is undelivered",
     "plugin_": "Plugins are not built yet. Use a python transform, the adapter exec, or pgcdc in Python",
     "checkpoint_": _STATE,
     "metrics_": _NO_METRICS,
     "otel_": _NO_METRICS,
-    "outbox_": "The detector outbox is not built yet. Capture its table with tables, and delete rows yourself",
-    "mysql_": "MySQL is not built yet; there is the detector wal, for PostgreSQL",
-    "mongodb_": "MongoDB is not built yet; there is the detector wal, for PostgreSQL",
+    "outbox_": "The detector outbox is not built yet. Capture its table with tables, and delete its rows yourself",
+    "mysql_": "MySQL is not built yet; use the detector wal, for PostgreSQL",
+    "mongodb_": "MongoDB is not built yet; use the detector wal, for PostgreSQL",
     "kafka_": "The adapter kafka is not built yet. Use webhook, or exec with a Kafka client",
     "kafkaserver_": "The Kafka server is not built yet",
     "s3_": "The adapter s3 is not built yet. Use file with a folder and file_max_size, and copy the files",

@@ -144,13 +144,11 @@ def _read_variables(environ: Mapping[str, str]) -> tuple[dict[str, str], dict[st
     wrong: list[PgcdcError] = []
     for name in [name for name, value in environ.items() if name.startswith(PREFIX) and value]:
         if name in known and (other := ours.setdefault(known[name], name)) != name:
-            wrong.append(
-                ConfigError(f"{name}: this is another name of {other}, which is set too", "Remove one of them")
-            )
+            wrong.append(ConfigError(f"{name} is another name of {other}, which is also set", "Remove one of them"))
         elif name not in known and name.removeprefix(PREFIX).lower() in Config.model_fields:
-            wrong.append(ConfigError(f"{name}: this stands in the YAML file only", "Remove the variable"))
+            wrong.append(ConfigError(f"{name} can be set only in the YAML file", "Remove the variable"))
         elif name not in known and (close := difflib.get_close_matches(name, known, n=1, cutoff=0.92)):
-            wrong.append(ConfigError(f"{name}: this variable is not known", f"Did you mean {close[0]}?"))
+            wrong.append(ConfigError(f"{name} is not a setting of pgcdc", f"Did you mean {close[0]}?"))
     return {key: environ[name] for key, name in ours.items()}, ours, wrong
 
 
@@ -238,8 +236,8 @@ def check_literals(raw: Mapping[str, Any]) -> None:
         is_header = isinstance(value, Mapping)
         texts = [text for name, text in value.items() if is_secret_header(str(name))] if is_header else [value]
         if any(isinstance(text, str) and _has_literal(text, is_header=is_header) for text in texts):
-            advice = f"Write ${{NAME}} for it and set that variable, or use {path[-1]}_file"
-            raise Conflict(path, "a secret stands in this file", advice)
+            advice = f"Write ${{NAME}} instead and set that variable, or use {path[-1]}_file"
+            raise Conflict(path, "this file contains a secret", advice)
 
 
 def _has_literal(text: str, *, is_header: bool) -> bool:
@@ -284,11 +282,11 @@ def _take_url(loaded: Loaded, path: KeyPath) -> None:
     file = values.get(f"{key}_file") if key in ("db", "dlq_db") else None
     where = (f"{key}_file",) if file else path
     if file and values.get(key):
-        raise Conflict(where, f"{key} and {key}_file are given", "Leave one of them out")
+        raise Conflict(where, f"{key} and {key}_file cannot be combined", "Remove one of them")
     if isinstance(file, (str, Path)) and file:
         if "://" in str(file):  # a URL here by mistake must not be shown as a missing file
-            advice = "Give the file that holds the URL; the URL itself is `db`"
-            raise Conflict(where, "this is not the path of a file", advice)
+            advice = "Name the file that contains the URL; the URL itself goes into `db`"
+            raise Conflict(where, "this is a URL, not the path of a file", advice)
         values[key] = at(where, partial(read_secret, Path(file), "the database URL")).strip()
         loaded.secrets.add(values[key])
         loaded.origins[key,] = f"{key}_file"
@@ -301,8 +299,8 @@ def _take_url(loaded: Loaded, path: KeyPath) -> None:
     given = values.get("password_file") if key == "db" else None
     if isinstance(given, (str, Path)) and given:
         if params.get("password"):
-            message = "the URL has a password, and password_file is given"
-            raise Conflict(("password_file",), message, "Leave one of them out")
+            message = "the URL has a password, and password_file is set"
+            raise Conflict(("password_file",), message, "Remove one of them")
         password = at(("password_file",), partial(read_secret, Path(given), "the password"))
         loaded.secrets.add(password)
         values["db"] = make_conninfo("", **{**params, "password": password})
@@ -317,5 +315,5 @@ def _check_no_literal(loaded: Loaded, path: KeyPath) -> None:
         return  # it consists of variables
     if any("password" in key and value for key, value in params.items()):
         other = "password_file, or put the whole URL into PGCDC_DB" if path == ("db",) else f"{path[-1]}_file"
-        advice = f"Write ${{NAME}} for it and set that variable, or use {other}"
-        raise Conflict(path, "the password stands in this file", advice)
+        advice = f"Write ${{NAME}} instead and set that variable, or use {other}"
+        raise Conflict(path, "this file contains the password", advice)

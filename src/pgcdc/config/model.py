@@ -71,7 +71,7 @@ class Transforms(Options):
         default=(), alias="global", description="for all adapters, in this order"
     )
     adapter: dict[str, tuple[TransformSpec, ...]] = Field(
-        default={}, description="by the adapter's name, behind the global ones"
+        default={}, description="by the adapter's name, after the global ones"
     )
 
 
@@ -79,10 +79,10 @@ class Config(PipelineSettings, AdapterKeys):
     """The settings of a pipeline. The names are those of the flags, with underscores."""
 
     db_file: Path | None = setting(
-        None, "The file that holds the database URL.", DATABASE, metavar="PATH", example="/run/secrets/pgcdc_db"
+        None, "The file that contains the database URL.", DATABASE, metavar="PATH", example="/run/secrets/pgcdc_db"
     )
     password_file: Path | None = setting(
-        None, "The file that holds the password; the URL then has none.", DATABASE, metavar="PATH",
+        None, "The file that contains the password, if the URL has none.", DATABASE, metavar="PATH",
         example="/run/secrets/pgcdc_password",
     )  # fmt: skip
 
@@ -93,7 +93,7 @@ class Config(PipelineSettings, AdapterKeys):
         is_repeated=True, example="[stdout]",
     )  # fmt: skip
     routes: Routes = setting(
-        {}, "Only channels that match, for an adapter: file=orders,sales.*. Repeatable.", ADAPTERS, flag="route",
+        {}, "Deliver only matching channels to an adapter: file=orders,sales.*. Repeatable.", ADAPTERS, flag="route",
         metavar="NAME=PATTERN,...", is_repeated=True, example="{file: [orders, sales.*]}",
     )  # fmt: skip
     adapter_priority: Priorities = setting(
@@ -101,27 +101,31 @@ class Config(PipelineSettings, AdapterKeys):
         is_repeated=True, example="{file: critical}",
     )  # fmt: skip
     cooperative_checkpoint: bool | None = setting(
-        None, "Accepted; PostgreSQL hears of an event when every adapter has it.", ADAPTERS, example="true"
+        None, "Always on; the setting is accepted, but cannot be turned off.", ADAPTERS, example="true"
     )
 
     # --- dead letters: events that a target refuses
 
     dlq_db_file: Path | None = setting(
-        None, "The file that holds the URL of that database.", DEAD, metavar="PATH", example="/run/secrets/pgcdc_dlq_db"
+        None,
+        "The file that contains the URL of that database.",
+        DEAD,
+        metavar="PATH",
+        example="/run/secrets/pgcdc_dlq_db",
     )
 
     # --- transforms
 
     drop_columns: Names = setting(
-        (), "Leave these columns out of every event: a,b.", TRANSFORMS, metavar="A,B", example="[password]"
+        (), "Remove these columns from every event: a,b.", TRANSFORMS, metavar="A,B", example="[password]"
     )
     filter_operations: Operations = setting(
         (), "Deliver only these operations: INSERT,UPDATE.", TRANSFORMS, metavar="A,B", example="[INSERT, UPDATE]"
     )
-    debezium_envelope: bool = setting(False, "Events as Debezium's PostgreSQL connector writes them.", TRANSFORMS)
-    cloudevents_envelope: bool = setting(False, "Events as CloudEvents 1.0 in structured JSON.", TRANSFORMS)
+    debezium_envelope: bool = setting(False, "Write events as Debezium's PostgreSQL connector does.", TRANSFORMS)
+    cloudevents_envelope: bool = setting(False, "Write events as CloudEvents 1.0 in structured JSON.", TRANSFORMS)
     transforms: Transforms = setting(
-        Transforms.model_validate({}), "Transforms, for all adapters and for one.", TRANSFORMS, flag=None
+        Transforms.model_validate({}), "Transforms for all adapters and for single ones.", TRANSFORMS, flag=None
     )
 
     @field_validator("adapters", mode="before")
@@ -195,8 +199,12 @@ def _needs(config: Config) -> Iterator[tuple[str, str, bool]]:
 def _check_needs(config: Config) -> None:
     for key, other, is_there in _needs(config):
         if not is_there and config.is_given(key):
-            where = "; for an adapter with a name, put it into its mapping" if key in FLAT_KEYS else ", or leave it out"
-            raise Conflict((key,), f"--{key.replace('_', '-')} is for {other}", f"Add {other}{where}")
+            where = (
+                ", or set it in the mapping of the adapter, if that has a name"
+                if key in FLAT_KEYS
+                else ", or remove it"
+            )
+            raise Conflict((key,), f"--{key.replace('_', '-')} needs {other}", f"Add {other}{where}")
 
 
 def _check_trial(config: Config) -> None:
@@ -204,20 +212,20 @@ def _check_trial(config: Config) -> None:
     if config.cooperative_checkpoint is False:
         raise Conflict(
             ("cooperative_checkpoint",),
-            "cooperative_checkpoint is always on: PostgreSQL hears of an event when every adapter has it",
-            "Leave it out. For adapters that may lose events, see --bus-mode fast",
+            "cooperative_checkpoint is always on",
+            "Remove it. For adapters that may lose events, see --bus-mode fast",
         )
     if config.cooperative_checkpoint and config.temporary_slot:
         raise Conflict(
             ("cooperative_checkpoint",),
-            "--cooperative-checkpoint needs a slot that stays",
-            "Leave --temporary-slot or --cooperative-checkpoint out",
+            "--cooperative-checkpoint needs a persistent slot",
+            "Remove --temporary-slot or --cooperative-checkpoint",
         )
     if config.temporary_slot and any(kind_of(item) not in ("stdout", "noop") for item in config.adapters):
         raise Conflict(
             ("temporary_slot",),
-            "--temporary-slot is for trials with stdout: it loses its place when the connection ends",
-            "Leave --temporary-slot out to deliver to other adapters",
+            "--temporary-slot is for trials with stdout: its place is lost when the connection ends",
+            "Remove --temporary-slot to deliver to other adapters",
         )
 
 
@@ -226,17 +234,19 @@ def _check_trial(config: Config) -> None:
 
 def _check_adapters(config: Config) -> None:
     if not config.adapters:
-        raise Conflict(("adapters",), "no adapter is given", f"Use --adapter with one of: {', '.join(TYPES)}")
+        raise Conflict(("adapters",), "no adapter is configured", f"Use --adapter with one of: {', '.join(TYPES)}")
     names = config.adapter_names
     for number, name in enumerate(names):
         if name in names[:number]:
             raise Conflict(
                 ("adapters", number),
-                f"adapter {name} is given twice",
-                "Name each --adapter once; two of one type need names: {name: audit, type: file, path: ...}",
+                f"adapter {name} is named twice",
+                "Name each --adapter once; two of the same type need names: {name: audit, type: file, path: ...}",
             )
         if name == RESERVED:
-            raise Conflict(("adapters", number, "name"), f"the name {RESERVED} is taken", "Give it another name")
+            raise Conflict(
+                ("adapters", number, "name"), f"the adapter name {RESERVED} is reserved", "Choose another name"
+            )
     for number, spec in enumerate(config.adapter_specs):
         path = option_path(config, number, next(iter(type(spec.options).model_fields), "type"))
         at(path, partial(check_options, spec))
@@ -252,8 +262,10 @@ def _check_dead_letters(config: Config) -> None:
     if config.dlq == "pg_table" and is_captured:
         raise Conflict(
             ("dlq_table",),
-            f"table {config.dlq_table} is captured, and dead letters are written to it: each one would be an event",
-            "Give another --dlq-table; where all tables are captured, one that begins with pgcdc_, or another --dlq-db",
+            f"dead letters would be written to table {config.dlq_table}, which is captured: each one would "
+            "become an event",
+            "Choose another --dlq-table (its name must begin with pgcdc_ if all tables are captured), or "
+            "another --dlq-db",
         )
 
 
@@ -267,11 +279,11 @@ def _check_names(config: Config) -> None:
     for path, names in own.items():
         for name in names:
             if name not in config.adapter_names:
-                raise Conflict((*path, name), f"there is no adapter {name}", suggest(name, config.adapter_names))
+                raise Conflict((*path, name), f"adapter {name} does not exist", suggest(name, config.adapter_names))
     for item in config.adapters:
         if isinstance(item, Entry) and item.transforms and item.name in config.transforms.adapter:
             where = ("transforms", "adapter", item.name)
-            raise Conflict(where, f"the transforms of adapter {item.name} are given twice", "Put them into one place")
+            raise Conflict(where, f"the transforms of adapter {item.name} are set twice", "Set them in one place")
 
 
 # --- transforms
@@ -288,8 +300,8 @@ def _check_transforms(config: Config) -> None:
     if config.debezium_envelope and config.cloudevents_envelope:
         raise Conflict(
             ("cloudevents_envelope",),
-            "--debezium-envelope and --cloudevents-envelope are given",
-            "Leave one of them out",
+            "--debezium-envelope and --cloudevents-envelope cannot be combined",
+            "Remove one of them",
         )
     for adapter in config.adapter_specs:
         _check_chain(config, adapter, (*config.global_transforms, *adapter.transforms))
@@ -304,8 +316,8 @@ def _check_chain(config: Config, adapter: AdapterSpec, chain: Sequence[Any]) -> 
     if adapter.type == "pg_table" and getattr(adapter.options, "mode", "") == "apply":
         raise Conflict(
             ("adapters",),
-            f"adapter {adapter.name} applies pgcdc's own events to tables, and {envelope.type} makes others of them",
-            f"Leave {envelope.type} out, or use --pg-table-mode append",
+            f"adapter {adapter.name} applies pgcdc's own events to tables, but {envelope.type} changes their form",
+            f"Remove {envelope.type}, or use --pg-table-mode append",
         )
     for behind in chain[numbers[0] + 1 :]:
         if isinstance(behind, FilterSpec) and behind.where is None:
@@ -315,8 +327,8 @@ def _check_chain(config: Config, adapter: AdapterSpec, chain: Sequence[Any]) -> 
         )
         raise Conflict(
             ("transforms", "global") if envelope in config.transforms.global_ else own,
-            f"for adapter {adapter.name}, {behind.type} comes behind {envelope.type}, which ends the columns of an event",
-            f"Put {envelope.type} last: behind all transforms, global ones and the adapter's own",
+            f"adapter {adapter.name}: {behind.type} comes after {envelope.type}, and an enveloped event has no columns",
+            f"Move {envelope.type} to the end, after all global transforms and the adapter's own",
         )
 
 
@@ -325,9 +337,9 @@ def _check_transform(path: KeyPath, spec: Any) -> None:
     if not isinstance(spec, MaskSpec) or spec.mode != "hash":
         return
     if not spec.key_env and not spec.key_file:
-        raise Conflict(path, "mode hash needs its key in one place", "Give key_env or key_file")
+        raise Conflict(path, "mode hash needs a key", "Set key_env or key_file")
     if spec.key_env and not os.environ.get(spec.key_env):
-        raise Conflict((*path, "key_env"), f"the variable {spec.key_env} is not set", "It holds the key of the hash")
+        raise Conflict((*path, "key_env"), f"the variable {spec.key_env} is not set", "Set it to the key of the hash")
     if spec.key_file:
         at((*path, "key_file"), partial(read_secret, Path(spec.key_file), "the key of the hash"))
 
@@ -341,9 +353,9 @@ def _check_tables(config: Config) -> None:
         if said.group == TABLES and config.is_given(name) and name not in type(config.source).model_fields:
             raise Conflict(
                 (name,),
-                f"--{said.flag} is for PostgreSQL: --detector {config.detector} has tables of its own",
-                "Leave it out. With --detector rate, --rate-tables N sets how many tables there are, and "
-                "--route ADAPTER=rate_1 delivers only some of them",
+                f"--{said.flag} is for PostgreSQL, but --detector {config.detector} makes its own tables",
+                "Remove it. With --detector rate, --rate-tables N sets the number of tables, and --route "
+                "ADAPTER=rate_1 delivers only some of them",
             )
 
 
@@ -355,8 +367,8 @@ def _check_typed(config: Config) -> None:
         if chains or config.routes or any(spec.routes for spec in config.adapter_specs):
             raise Conflict(
                 ("table",),
-                "transforms and routes are for events, not for typed rows",
-                "Leave --table out, or use a query of your own: docs/tables.md",
+                "transforms and routes cannot be combined with typed rows (--table)",
+                "Remove --table, or use your own query: docs/tables.md",
             )
 
 

@@ -20,8 +20,8 @@ from pgcdc.core.settings import KeyPath
 MAX_NODES = 20_000  # With aliases, a small file can expand without limit
 _STRING, _MERGE = "tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"
 _UNUSABLE = {
-    "\0": ("there is a NUL character in the text", "Take it away"),  # no path, name or text of PostgreSQL can have one
-    "[\ud800-\udfff]": ("there is half a character in the text", "Write the character itself"),
+    "\0": ("the text contains a NUL character", "Remove it"),  # no path, name or text of PostgreSQL can have one
+    "[\ud800-\udfff]": ("the text contains half a character", "Write the character itself"),
 }
 _WORDS = (
     (
@@ -122,14 +122,14 @@ class YamlFile:
         except yaml.YAMLError as error:
             raise self._explain(error) from None
         if not isinstance(raw, dict | None):
-            advice = "See docs/configuration.md, or begin with: pgcdc config init"
+            advice = "See docs/configuration.md, or start with: pgcdc config init"
             raise self._error(node, (), "the file must be a list of `key: value`", advice)
         return raw or {}
 
     def _value(self, node: yaml.Node, path: KeyPath) -> Any:
         self._count += 1
         if self._count > MAX_NODES:
-            raise self._error(node, path, "the file is too large", "Aliases repeat what they stand for")
+            raise self._error(node, path, "the file is too large", "Use fewer aliases: each one counts in full")
         if isinstance(node, yaml.MappingNode):
             return self._mapping(node, path)
         if isinstance(node, yaml.SequenceNode):
@@ -142,7 +142,7 @@ class YamlFile:
         except yaml.YAMLError:
             raise
         except Exception:  # 2026-13-45, !!bool maybe: PyYAML does not document what it raises
-            raise self._error(node, path, "this is not a value of YAML", "Put it into quotes") from None
+            raise self._error(node, path, "this is not a valid YAML value", "Put it into quotes") from None
 
     def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
         own: dict[str, str] = {}
@@ -151,7 +151,7 @@ class YamlFile:
                 continue
             name = self._key(key, path)
             if name in own:
-                raise self._error(key, (*path, name), "this key is given twice", f"It stands in {own[name]} already")
+                raise self._error(key, (*path, name), "this key occurs twice", f"It is already set in {own[name]}")
             other = f" as {key.value}" if key.value != name else ""
             own[name] = f"line {key.start_mark.line + 1}{other}"
         self._loader.flatten_mapping(node)

@@ -9,8 +9,3 @@ def show_time(seconds: float | None = None) -> str:
     """Local time, to the second; now if none is given."""
     moment = datetime.now() if seconds is None else datetime.fromtimestamp(seconds)
     return f"{moment:%Y-%m-%d %H:%M:%S}"
-
-
-def stamped(text: str) -> str:
-    """A message about what happens while nobody looks."""
-    return f"{show_time()} {text}"

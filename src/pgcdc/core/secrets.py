@@ -28,10 +28,10 @@ def read_secret(path: Path, what: str) -> str:
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not UTF-8 text", f"This file must contain {what}") from None
     except ValueError:  # the path contains a NUL
-        raise ConfigError(f"{str(path)!r} is not the path of a file", f"Give the file that holds {what}") from None
+        raise ConfigError(f"{str(path)!r} is not the path of a file", f"Name the file that contains {what}") from None
     text = text.removesuffix("\n").removesuffix("\r")
     if len(raw) > MAX_SECRET_BYTES or "\n" in text:
-        raise ConfigError(f"{path} has more than one line", f"This file must contain {what}, and nothing else")
+        raise ConfigError(f"{path} has more than one line", f"This file must contain only {what}")
     if not text.strip():
         raise ConfigError(f"{path} is empty", f"This file must contain {what}")
     return text
@@ -48,9 +48,7 @@ def expand(text: str, environ: Mapping[str, str], see: Callable[[str, str], None
             return "${" + found[2] + "}"
         named = _NAME.fullmatch(found[2])
         if named is None:
-            raise ConfigError(
-                "what stands in ${...} is not the name of a variable", "Write ${NAME}, or $${ for a plain ${"
-            )
+            raise ConfigError("${...} must contain the name of a variable", "Write ${NAME}, or $${ for a literal ${")
         value = environ.get(named[1]) or named[2]
         if value is None:
             raise ConfigError(f"the variable {named[1]} is not set", f"Set it, or write ${{{named[1]}:-default}}")

@@ -134,7 +134,7 @@ def make_options(model: type[_O], values: Mapping[str, Any], what: str, advice: 
         first = error.errors(include_url=False, include_input=False)[0]
         key = ".".join(map(str, first["loc"]))
         if first["type"] == "extra_forbidden":
-            raise ConfigError(f"{what}: {key} is not known", f"Known: {', '.join(model.model_fields)}") from None
+            raise ConfigError(f"{what}: unknown key {key}", f"Known keys: {', '.join(model.model_fields)}") from None
         reason = first["msg"].removeprefix("Value error, ")
         own = first.get("ctx", {}).get("advice", "") if first["type"] == REFUSED else ""
         raise ConfigError(f"{what}: {f'{key}: ' if key else ''}{reason}", own or advice) from None
@@ -168,7 +168,7 @@ def check_known(names: Iterable[str], text: str) -> str:
     """Check that a text is one of these names, and return it."""
     known = list(names)
     if text not in known:
-        raise refuse(f"{text!r} is not known", suggest(text, known))
+        raise refuse(f"{text!r} is unknown", suggest(text, known))
     return text
 
 

@@ -107,7 +107,7 @@ class StateDir:
             reason = error.strerror or str(error)
             raise StateError(
                 f"the state directory {self.path} is not writable: {reason}",
-                "Choose another one with --state-dir, or change its owner or permissions",
+                "Choose another directory with --state-dir, or change its owner or permissions",
             ) from error
         return made
 
@@ -146,8 +146,8 @@ class StateDir:
         found = raw.pop("format", 1)
         if found != FORMAT:
             raise StateError(
-                f"the state directory {self.path} has format {found}, and this version of pgcdc reads format {FORMAT}",
-                "Use the version of pgcdc that wrote it, or begin with a new directory and a new slot: --state-dir, --slot",
+                f"the state directory {self.path} has format {found}, but this version of pgcdc reads format {FORMAT}",
+                "Use the version of pgcdc that wrote it, or start with a new --state-dir and a new --slot-name",
             )
         return Identity(**raw)
 
@@ -165,8 +165,8 @@ class StateDir:
         exists."""
         if self.resync_note.exists():
             raise StateError(
-                f"a resync of {self.path} was begun and is not finished",
-                f"Run it again, it goes on where it was: pgcdc resync --state-dir {self.path}",
+                f"a resync of {self.path} is unfinished",
+                f"Run it again; it resumes where it stopped: pgcdc resync --state-dir {self.path}",
             )
 
     def save_identity(self, identity: Identity) -> None:
@@ -325,7 +325,7 @@ def explain_writing(path: Path) -> Iterator[None]:
     except OSError as error:
         raise StateError(
             f"{path} cannot be written: {error.strerror}",
-            "Is the disk of the state directory full? Nothing is lost: make room and start again",
+            "Is the disk of the state directory full? Nothing is lost: free some space and start again",
         ) from error
 
 

@@ -106,29 +106,31 @@ def key_columns(relation: Relation, details: Mapping[str, Any] | None, id_column
     title = f"table {relation.channel.partition(':')[2]}"
     if id_column:
         if id_column not in columns:
-            raise SinkError(f"{title} has no column {id_column}", "Give its adapter another id_column, or use routes")
+            raise SinkError(
+                f"{title} has no column {id_column}", "Set another id_column for its adapter, or use routes"
+            )
         if relation.replica_identity in ("d", "i") and not columns[id_column].is_key:
             raise SinkError(
-                f"{title}: its replica identity does not have {id_column}: a DELETE would not say which row it is about",
-                "Run ALTER TABLE ... REPLICA IDENTITY FULL, or name a column of the identity",
+                f"{title}: its replica identity lacks {id_column}, so a DELETE would not identify its row",
+                "Run ALTER TABLE ... REPLICA IDENTITY FULL, or set id_column to a column of the identity",
             )
         return [id_column]
     primary = details.get("primary_key") or ()
     key = [name for name, column in columns.items() if column.is_key] if has_key(relation) else list(primary)
     if gone := [name for name in key if name not in columns]:  # a dead letter may be older than the chain
         raise SinkError(
-            f"rows of {title} come without {', '.join(gone)} of its key: a transform drops or renames it",
-            "Name a column that they have with id_column, or keep the key out of drop_columns and rename_fields",
+            f"rows of {title} lack {', '.join(gone)} of its key: a transform drops or renames it",
+            "Set id_column to a column that they have, or keep the key out of drop_columns and rename_fields",
         )
     if not key:
         raise SinkError(
-            f"rows of {title} come without a key",
-            "Give it a primary key that no transform drops, name a column with id_column, or use routes",
+            f"rows of {title} have no key",
+            "Give it a primary key that no transform drops, set id_column, or use routes",
         )
     if not has_key(relation) and details.get("is_key_deferrable"):
         raise SinkError(
-            f"the key of {title} is checked at the end of a transaction: two rows may have the same one until then",
-            "Name a column with id_column that is never exchanged, or make the key NOT DEFERRABLE",
+            f"the key of {title} is deferrable: two rows may share one until the transaction ends",
+            "Set id_column to a column whose values are never swapped, or make the key NOT DEFERRABLE",
         )
     return list(primary) if set(primary) == set(key) else key
 
@@ -189,7 +191,7 @@ def _read_event(position: str, text: str, shapes: ShapeHistory, chain: SimpleCha
     if op is None or (row is None and op in (Op.INSERT, Op.SNAPSHOT, Op.UPDATE, Op.DELETE)):
         raise SinkError(
             f"the operation {operation} at {position} cannot be applied to a table",
-            "A transform made it: INSERT, UPDATE, DELETE, TRUNCATE and SNAPSHOT can be applied",
+            "A transform made it. Only INSERT, UPDATE, DELETE, TRUNCATE and SNAPSHOT can be applied",
         )
     if op not in (Op.INSERT, Op.SNAPSHOT, Op.UPDATE, Op.DELETE, Op.TRUNCATE):
         return None
@@ -231,12 +233,12 @@ def _parse(text: str) -> dict[str, Any]:
     try:
         event = orjson.loads(text)
     except orjson.JSONDecodeError as error:
-        raise SinkError(f"a line is not JSON: {error}", "A transform made it: only events can be applied") from None
+        raise SinkError(f"a line is not JSON: {error}", "A transform made it. Only events can be applied") from None
     if isinstance(event, dict) and {"channel", "operation", "payload"} <= event.keys():
         return event
     inner = event.get("payload", event) if isinstance(event, dict) else event
     what = "Debezium's" if isinstance(inner, dict) and "op" in inner and "before" in inner else "another"
     raise SinkError(
-        f"a line has {what} envelope, and cannot be applied to a table",
-        "Take the transform debezium or cloudevents out of this adapter's, or use the mode append",
+        f"a line has {what} envelope and cannot be applied to a table",
+        "Remove the transform debezium or cloudevents from this adapter, or use the mode append",
     )

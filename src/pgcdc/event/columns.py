@@ -360,7 +360,7 @@ def _operations(column: pa.Array) -> npt.NDArray[np.uint8]:
     wrong = next((name for name in names if name not in Op.__members__), None)
     if wrong is not None or encoded.null_count:
         raise TransformError(
-            f"a transform has made the operation {wrong} of an event", f"There are: {', '.join(op.name for op in Op)}"
+            f"a transform set the unknown operation {wrong}", f"Use one of: {', '.join(op.name for op in Op)}"
         )
     numbers: npt.NDArray[np.uint8] = np.array([Op[name] for name in names], np.uint8)[encoded.indices.to_numpy()]
     return numbers

@@ -340,13 +340,13 @@ def read_key(key_env: str | None, key_file: str | None) -> bytes:
         where = f"the variable {name}"
         if not key:
             raise ConfigError(
-                f"mask with mode hash needs a key, and {where} is not set",
-                "Set it for pgcdc and for Spark's executors (for example to the output of: openssl rand -hex 32), or give "
-                "key_file",
+                f"mask with mode hash needs a key, but {where} is not set",
+                "Set it for pgcdc and for Spark's executors (for example to the output of: openssl rand -hex "
+                "32), or use key_file",
             )
     if len(key) < MINIMUM_KEY_BYTES:
         raise ConfigError(
-            f"the key of a mask in {where} has {len(key)} bytes, and can be guessed",
-            f"Give it {MINIMUM_KEY_BYTES} bytes or more, for example the output of: openssl rand -hex 32",
+            f"the key of a mask in {where} has only {len(key)} bytes and could be guessed",
+            f"Use {MINIMUM_KEY_BYTES} bytes or more, for example the output of: openssl rand -hex 32",
         )
     return key

@@ -49,36 +49,36 @@ def why_reload(change: ShapeChange, differences: Sequence[Difference], *, is_par
     old, new = change.before_details, change.details
     moved = next((one for one in differences if one["type"] == "partitions_changed"), None)
     if moved is not None and (moved["removed"] or moved["rewritten"] or moved["attached"]):
-        return "partitions with rows were attached, detached, truncated or rewritten, which no event tells"
+        return "partitions with rows were attached, detached, truncated or rewritten, which no event reports"
     if "rewritten" in kinds:
-        return "its rows were rewritten by ALTER TABLE (a default that is computed, a type change)"
+        return "its rows were rewritten by ALTER TABLE (a computed default, a type change)"
     if any(one.get("is_rewriting") for one in differences):
-        return "a label or attribute of a type was changed, so its old values are written otherwise"
+        return "a label or attribute of a type changed, so its old values are written differently"
     if "published_changed" in kinds:
-        return "the row filter or column list of its publication was changed"
+        return "the row filter or column list of its publication changed"
     if "updates_published" in kinds:
         return "its updates and deletes were not published for a while"
     if old is None or new is None or is_late(old):
-        return "it was altered again before its catalog could be read, so its old rows are not known"
+        return "it was altered again before its catalog could be read, so the shape of its old rows is unknown"
     if kinds <= _FREE | {"partitions_changed"}:
         return ""
     # Later rows may have had the previous shape and arrived before the replacement was noticed.
     if any(one["type"] == "column_replaced" and one["old_type"] == one["new_type"] for one in differences):
-        return "a column was dropped and added again, and rows came before that was noticed"
+        return "a column was dropped and added again, and rows arrived before that was noticed"
     if _may_be_mistaken(change, differences):
-        return "columns were dropped and added, and rows that came before that was noticed may be of either"
+        return "columns were dropped and added, and rows that arrived before that was noticed may have either"
     tells_key = change.before is None or (change.before.replica_identity == "d" and change.before != change.after)
     if not tells_key and any(one["type"] == "primary_key_changed" and one["old"] for one in differences):
-        return "it had another key, and rows came before that was noticed"
+        return "its key changed, and rows arrived before that was noticed"
     if is_partial and kinds.intersection(NEW_VALUES):
-        return "its columns were changed, and only the transforms know what becomes of old rows"
+        return "its columns changed, and only the transforms know what becomes of old rows"
     added = sum(one["type"] in _ADDED for one in differences)
     if "natts" in old and "natts" in new and new["natts"] - old["natts"] != added:
         return "columns were added and dropped in between"
     if any(one["type"] in _ADDED and one["column"] in new.get("mixed", ()) for one in differences):
         return "its partitions have different values in a new column"
     if kinds.intersection(NEW_VALUES) and not _is_same_file(old, new):
-        return "its rows were rewritten by ALTER TABLE (a default that is computed, a type change)"
+        return "its rows were rewritten by ALTER TABLE (a computed default, a type change)"
     return ""
 
 

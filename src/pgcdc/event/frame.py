@@ -248,8 +248,8 @@ def _with_valid_text(
             raise DecodeError(
                 f"a value is not valid UTF-8: column {shape.columns[bad - offsets[row]].name} of table "
                 f"{shape.namespace}.{shape.name} at {Position(commit, Kind(kind), ordinal)}",
-                "The database's encoding is SQL_ASCII. Correct the value, or choose what becomes of such bytes: "
-                "--invalid-utf8 replace or --invalid-utf8 base64",
+                "The database's encoding is SQL_ASCII. Correct the value, or choose how such bytes are "
+                "delivered: --invalid-utf8 replace or --invalid-utf8 base64",
             )
         fixed = pa.ListArray.from_arrays(
             pa.array(offsets), pa.array(repaired, pa.binary()), type=lists.type, mask=lists.is_null()

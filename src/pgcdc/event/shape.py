@@ -340,7 +340,7 @@ _SAID = {
     "column_replaced": "column {column} ({old_type}) dropped and added again ({new_type})",
     "column_renamed": "column {from} renamed to {to}",
     "column_type_changed": "column {column} changed from {old_type} to {new_type}",
-    "columns_reordered": "columns in another order: {columns}",
+    "columns_reordered": "column order changed to {columns}",
     "replica_identity_changed": "replica identity changed from {old} to {new}",
     "primary_key_changed": "primary key changed from ({old}) to ({new})",
     "key_columns_changed": "key changed from ({old}) to ({new})",

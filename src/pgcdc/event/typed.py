@@ -177,8 +177,9 @@ class _Group:
         self._options = options
         if not (table.can_read(shape) if options.other_shapes else not table.explain(shape)):
             raise SchemaChanged(
-                f"table {table.title} has other columns at {self._position(0)} than the query: {table.explain(shape)}",
-                f"{LOAD_AGAIN}: the query goes on where it stopped, with the columns of that place",
+                f"the columns of table {table.title} at {self._position(0)} differ from those of the query: "
+                f"{table.explain(shape)}",
+                f"{LOAD_AGAIN}: the query resumes where it stopped, with the columns at that position",
             )
         self._op = self._frame.op
         self._has_new = _is_there(changes.column("new"))
@@ -206,9 +207,9 @@ class _Group:
             return rows, is_delete, np.zeros(0, np.int32)
         if is_truncate.any() and self._options.truncate == "error":
             raise GapError(
-                f"table {self._table.title} was truncated at {self._position(int(is_truncate.argmax()))}: a Z-set cannot "
-                "take back rows that it is not told of",
-                "Load the rows anew, or give option('truncate', 'mark') for a row with _op TRUNCATE and no _weight",
+                f"table {self._table.title} was truncated at {self._position(int(is_truncate.argmax()))}, and "
+                "a Z-set cannot take back rows that it does not see",
+                "Load the rows again, or set option('truncate', 'mark') for a row with _op TRUNCATE and no _weight",
             )
         self._check_pairs()
         commit, place, end = (
@@ -220,9 +221,9 @@ class _Group:
         again = (self._op == Op.SNAPSHOT) & is_later
         if again.any():
             raise GapError(
-                f"table {self._table.title} was read again at {self._position(int(again.argmax()))}: a Z-set cannot add a "
-                "row again without taking back what it was",
-                "Load the rows anew: with a new slot and a new state directory",
+                f"table {self._table.title} was read again at {self._position(int(again.argmax()))}, and a "
+                "Z-set cannot add a row again without taking back the old one",
+                "Load the rows again with a new slot and a new state directory",
             )
         is_update = self._op == Op.UPDATE
         out = np.repeat(rows, 1 + is_update)
@@ -236,16 +237,16 @@ class _Group:
         lacks = needs & (self._frame.old_kind != OldKind.FULL)
         if lacks.any():
             raise ConversionError(
-                f"the change of table {self._table.title} at {self._position(int(lacks.argmax()))} has no old row, "
-                "which a Z-set needs",
-                f"Run: ALTER TABLE {self._table.sql} REPLICA IDENTITY FULL; (for the changes after it)",
+                f"the change of table {self._table.title} at {self._position(int(lacks.argmax()))} has no old "
+                "row, which a Z-set needs",
+                f"Run: ALTER TABLE {self._table.sql} REPLICA IDENTITY FULL; it applies to later changes",
             )
         unchanged = self._changes.column("unchanged")
         if unchanged.null_count < len(unchanged):
             row = int(np.flatnonzero(_is_there(unchanged))[0])
             raise ConversionError(
-                f"the change of table {self._table.title} at {self._position(row)} leaves out an unchanged TOAST value",
-                f"Run: ALTER TABLE {self._table.sql} REPLICA IDENTITY FULL; (for the changes after it)",
+                f"the change of table {self._table.title} at {self._position(row)} lacks an unchanged TOAST value",
+                f"Run: ALTER TABLE {self._table.sql} REPLICA IDENTITY FULL; it applies to later changes",
             )
 
     # --- their columns

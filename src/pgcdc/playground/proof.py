@@ -15,6 +15,8 @@ import orjson
 import psycopg
 from psycopg import sql
 
+from pgcdc.core.wording import counted
+
 Key = tuple[str | None, ...]
 Row = dict[str, str | None]
 Tables = dict[str, dict[Key, Row]]
@@ -190,12 +192,11 @@ class Verdict:
         return not self.faults
 
     def __str__(self) -> str:
-        count = len(self.faults)
-        if count:
-            return f"source and delivered content differ: {count:,} {'difference' if count == 1 else 'differences'}"
+        if self.faults:
+            return f"source and delivered content differ: {counted(len(self.faults), 'difference')}"
         return (
-            f"source and delivered content are equal: {self.rows:,} rows in {self.tables} tables, "
-            f"{self.events:,} events, nothing lost, nothing twice"
+            f"source and delivered content are equal: {counted(self.rows, 'row')} in "
+            f"{counted(self.tables, 'table')}, {counted(self.events, 'event')}, none lost, none twice"
         )
 
 
@@ -207,7 +208,7 @@ def _read_events(path: Path) -> Iterator[dict[str, Any]]:
             except orjson.JSONDecodeError as error:
                 raise ValueError(f"line {number} is not JSON: {error}") from None
             if not line.endswith(b"\n"):
-                raise ValueError(f"line {number} has no end: the file is cut off")
+                raise ValueError(f"line {number} is incomplete: the file is cut off")
             yield event
 
 

@@ -87,9 +87,9 @@ def _choose_file(folder: Path | None) -> Path | None:
         path.touch(exist_ok=False)
         path.unlink()
     except FileExistsError:
-        raise ConfigError(f"--keep {folder}: there is an {EVENTS_FILE} already", "Choose another folder") from None
+        raise ConfigError(f"--keep {folder} already contains {EVENTS_FILE}", "Choose another folder") from None
     except OSError as error:
-        raise ConfigError(f"--keep {folder} cannot be written: {error.strerror}", "Choose another") from None
+        raise ConfigError(f"--keep {folder} cannot be written: {error.strerror}", "Choose another folder") from None
     return path
 
 
@@ -136,11 +136,11 @@ class _Playground:
         traffic.start()
         self._ending.callback(_quietly, traffic.stop)
         self._watch(pipeline)
-        say("delivering what is in flight")
+        say("delivering the remaining events")
         traffic.stop()
         self._drain(pipeline)
         source = read_tables(self._sql, KEYS)
-        say("stopping Spark in order")
+        say("stopping Spark")
         pipeline.stop()
         if not pipeline.wait(END_TIMEOUT_S):
             raise PgcdcError(f"the pipeline did not stop within {END_TIMEOUT_S:.0f} s", AGAIN)
@@ -199,7 +199,7 @@ class _Playground:
                 raise PgcdcError(
                     f"nothing was delivered for {DRAIN_TIMEOUT_S:.0f} s: the file is at {format_lsn(position.commit)}, "
                     f"the database at {format_lsn(target.commit)}",
-                    "This is a defect: run it again with --keep, and report it with the file",
+                    "This is a bug in pgcdc: run it again with --keep, and report it with the file",
                 )
 
     # --- measuring and display
@@ -207,7 +207,7 @@ class _Playground:
     def _observe(self, pipeline: Pipeline) -> None:
         """Measure the deliveries since the last call, and ask the server for its position."""
         if pipeline.wait(0):
-            raise PgcdcError("the pipeline ended by itself", AGAIN)
+            raise PgcdcError("the pipeline ended unexpectedly", AGAIN)
         with contextlib.suppress(queue.Empty):
             while True:
                 delivered_s, batch = self._delivered.get_nowait()

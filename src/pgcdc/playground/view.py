@@ -20,6 +20,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from pgcdc.core.wording import counted
+
 RECENT_S = 10.0
 HISTORY_S = 120
 SHOWN_EVENTS = 60
@@ -116,7 +118,8 @@ def format_clock(seconds: float) -> str:
 def progress_line(meter: Meter, now_s: float) -> str:
     events_per_s, commits_per_s, latencies = meter.recent(now_s)
     return (
-        f"{format_clock(now_s - (meter.began_s or now_s))}  {meter.events:,} events in {meter.commits:,} commits, "
+        f"{format_clock(now_s - (meter.began_s or now_s))}  {counted(meter.events, 'event')} in "
+        f"{counted(meter.commits, 'commit')}, "
         f"{events_per_s:,.0f} events/s, {commits_per_s:,.0f} commits/s, "
         f"lag {filesize.decimal(meter.lag_bytes)}, "
         f"latency p50 {format_latency(latencies, 0.5)} p99 {format_latency(latencies, 0.99)}"
@@ -125,7 +128,7 @@ def progress_line(meter: Meter, now_s: float) -> str:
 
 def summary_line(latencies: Counter[int]) -> str:
     p50, p99, top = (format_latency(latencies, share) for share in (0.5, 0.99, 1.0))
-    return f"commit to file: p50 {p50}, p99 {p99}, max {top} over {latencies.total():,} events"
+    return f"commit to file: p50 {p50}, p99 {p99}, max {top} over {counted(latencies.total(), 'event')}"
 
 
 def describe_event(event: dict[str, Any]) -> str:
@@ -205,7 +208,7 @@ def _header(meter: Meter, now_s: float, seconds: float | None) -> RenderableType
     clock = format_clock(now_s - (meter.began_s or now_s)) + (f" of {format_clock(seconds)}" if seconds else "")
     return _columns(
         Text.assemble((" pgcdc playground  ", "bold"), ("● streaming", "bold green"), no_wrap=True),
-        Text.assemble((clock, "bold"), ("  Ctrl-C ends and compares ", "dim"), justify="right", no_wrap=True),
+        Text.assemble((clock, "bold"), ("  Ctrl-C stops and compares ", "dim"), justify="right", no_wrap=True),
     )
 
 
@@ -215,12 +218,12 @@ def _figures(meter: Meter, now_s: float, width: int) -> RenderableType:
     rate = Text.assemble(
         (f"{events_per_s:,.0f}", "bold cyan"), " events/s   ", (f"{commits_per_s:,.0f}", "bold cyan"), " commits/s\n",
         (sparkline(meter.history(now_s), width // 2 - 4), "cyan"), "\n",
-        (f"{meter.events:,} events in {meter.commits:,} commits", "dim"), no_wrap=True,
+        (f"{counted(meter.events, 'event')} in {counted(meter.commits, 'commit')}", "dim"), no_wrap=True,
     )  # fmt: skip
     times = Text.assemble(
         "p50 ", (p50, "bold cyan"), "   p99 ", (p99, "bold cyan"), ("   last 10 s", "dim"), "\n",
         "lag ", (filesize.decimal(meter.lag_bytes), "bold"), " of WAL\n",
-        ("every event is fsynced before PostgreSQL may forget it", "dim"), no_wrap=True, overflow="ellipsis",
+        ("every event is fsynced before PostgreSQL may discard it", "dim"), no_wrap=True, overflow="ellipsis",
     )  # fmt: skip
     return _columns(_panel(rate, "rate"), _panel(times, "commit to file"))
 

@@ -55,7 +55,7 @@ _URL_ADVICE = (
 _PERMANENT = [
     (r"password authentication failed|no password supplied", "Check user name and password (or PGPASSWORD, ~/.pgpass)"),
     (r"no pg_hba.conf entry|pg_hba.conf rejects", "Allow this user, database and host in the server's pg_hba.conf"),
-    (r"authentication failed", "Check the user name and the method that pg_hba.conf asks of it"),
+    (r"authentication failed", "Check the user name and the authentication method in pg_hba.conf"),
     (r"role .* does not exist|not permitted to log in", "Check the user name, or give it the LOGIN right"),
     (r"database .* does not exist", "Check the database name at the end of the URL"),
     (r"permission denied for database", "Run: GRANT CONNECT ON DATABASE ... TO this role"),
@@ -124,7 +124,7 @@ def parse_url(url: str) -> dict[str, Any]:
         reason = str(exc).partition('"')[0].strip(" :\n") or "syntax error"
         raise SourceError(f"the database URL cannot be read ({reason})", _URL_ADVICE) from None
     if not url.strip():
-        raise SourceError("no database URL is given", f"Use --db or PGCDC_DB. {_URL_ADVICE}")
+        raise SourceError("no database URL is set", f"Use --db or PGCDC_DB. {_URL_ADVICE}")
     if _is_mangled(params):
         raise SourceError("the database URL cannot be read (unexpected host, port or database)", _URL_ADVICE)
     return params
@@ -247,7 +247,7 @@ def quote_identifier(name: str) -> str:
     """Quote a name for SQL, whatever it contains. Replication commands accept no doubled quote, but slot names contain
     none."""
     if not name or "\0" in name:
-        raise ConfigError(f"{name!r} is not a name in PostgreSQL")
+        raise ConfigError(f"{name!r} is not a valid PostgreSQL name")
     return '"' + name.replace('"', '""') + '"'
 
 
@@ -258,7 +258,7 @@ def quote_qualified(schema: str, table: str) -> str:
 def quote_literal(text: str) -> str:
     """Quote a string for commands without parameters. Safe only in our sessions, which take backslashes literally."""
     if "\0" in text:
-        raise ConfigError(f"{text!r} is not a text in PostgreSQL")
+        raise ConfigError(f"{text!r} is not a valid PostgreSQL text")
     return "'" + text.replace("'", "''") + "'"
 
 
@@ -281,7 +281,7 @@ def parse_identifier(text: str) -> str:
     """The name in `orders` or `"Order-Items"`. Unquoted names are lower-cased, as in SQL."""
     match = re.fullmatch(rf"\s*{_PART}\s*", text)
     if match is None:
-        raise ConfigError(f"{text!r} is not a name", 'Quote other names as in SQL: "Order-Items"')
+        raise ConfigError(f"{text!r} is not a valid name", 'Quote other names as in SQL: "Order-Items"')
     return _unquote(match[1], match[2])
 
 

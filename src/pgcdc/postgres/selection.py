@@ -54,28 +54,28 @@ class Selection(Options):
     """Tables chosen by name, by schema, or all; with rules as `table=expression` and `table=a,b`."""
 
     tables: TableNames = setting(
-        (), "Capture these tables: a,b,schema.c. Creates our publication.", TABLES, metavar="A,B", example="[orders]"
+        (), "Capture these tables: a,b,schema.c. Creates a publication.", TABLES, metavar="A,B", example="[orders]"
     )
-    all_tables: bool = setting(False, "Capture all tables. Creates our publication.", TABLES)
+    all_tables: bool = setting(False, "Capture all tables. Creates a publication.", TABLES)
     schemas: Identifiers = setting(
-        (), "Capture all tables of these schemas: a,b. Creates our publication.", TABLES, metavar="A,B",
+        (), "Capture all tables of these schemas: a,b. Creates a publication.", TABLES, metavar="A,B",
         example="[sales]",
     )  # fmt: skip
     row_filters: Rules = setting(
-        (), "Only these rows: 'orders=total > 100'. Repeatable. PostgreSQL 15.", TABLES, flag="row-filter",
+        (), "Capture only these rows: 'orders=total > 100'. Repeatable. PostgreSQL 15.", TABLES, flag="row-filter",
         metavar="TABLE=EXPR", is_repeated=True, example="{orders: total > 100}",
     )  # fmt: skip
     columns: Rules = setting(
-        (), "Only these columns: orders=id,total. Repeatable. PostgreSQL 15.", TABLES, metavar="TABLE=A,B",
+        (), "Capture only these columns: orders=id,total. Repeatable. PostgreSQL 15.", TABLES, metavar="TABLE=A,B",
         is_repeated=True, example="{orders: [id, total]}",
     )  # fmt: skip
     partition_root: bool = setting(
-        True, "Partitioned tables as one table; no: each partition under its own name. New slots.", TABLES
+        True, "Capture a partitioned table as one table; no: each partition under its own name. New slots.", TABLES
     )
-    generated_columns: bool = setting(False, "Also stored generated columns. PostgreSQL 18.", TABLES)
-    incremental_snapshot: bool = setting(False, "Capture the table of signals; created if it is missing.", SNAPSHOTS)
+    generated_columns: bool = setting(False, "Include stored generated columns. PostgreSQL 18.", TABLES)
+    incremental_snapshot: bool = setting(False, "Capture the signal table; created if it is missing.", SNAPSHOTS)
     signal_table: TableName = setting(
-        "pgcdc_signals", "Rows inserted there ask for snapshots.", SNAPSHOTS, metavar="NAME"
+        "pgcdc_signals", "Rows inserted there request snapshots.", SNAPSHOTS, metavar="NAME"
     )
 
     @property
@@ -137,7 +137,7 @@ def _by_table(flag: str, texts: Sequence[str]) -> dict[tuple[str, str], str]:
             raise ConfigError(f"{flag} {text!r} is not table=...", f"Write it like {flag} '{example}'")
         table = split_table(name)
         if table in found:
-            raise ConfigError(f"{flag} is given twice for table {name.strip()}", "Put it into one")
+            raise ConfigError(f"{flag} is set twice for table {name.strip()}", "Combine them in one")
         found[table] = value.strip()
     return found
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pgcdc.core.counters import CONFIG_RELOAD_ERRORS, CONFIG_RELOADS, counters
 from pgcdc.core.errors import ConfigError, PgcdcError, StateError
-from pgcdc.core.moment import show_time, stamped
+from pgcdc.core.moment import show_time
 from pgcdc.core.state import StateDir, read_json, write_json_durably
 from pgcdc.run.settings import PipelineSettings
 from pgcdc.sink.spec import AdapterSpec
@@ -73,7 +73,7 @@ class Chains:
         """Raise ConfigError for an invalid chain; SQL is checked only with Spark."""
         chains = self.by_spec(specs)
         if self.is_typed and any(chain != Chain() for _, chain in chains):
-            raise ConfigError("typed rows (--table) have no transforms and routes", "Leave them out, or --table")
+            raise ConfigError("typed rows (--table) cannot have transforms and routes", "Remove them, or --table")
         for spec, chain in chains:
             try:
                 check_chains(spark, [chain])
@@ -124,29 +124,29 @@ class Reloads:
             self._done += 1
             self._error = None
             counters.add(CONFIG_RELOADS)
-            self._say(stamped(said))
+            self._say(said)
         except Exception as error:  # whatever happens, a wrong file must not stop a running pipeline
             self._refused += 1
             self._error = str(error) if isinstance(error, PgcdcError) else f"{type(error).__name__}: {error}"
             counters.add(CONFIG_RELOAD_ERRORS)
-            self._say(stamped(f"the configuration is not reloaded, the old one goes on: {self._error}"))
+            self._say(f"the configuration was not reloaded; the previous one stays in effect: {self._error}")
         self._ended_at = show_time()
         self._ends |= {name: {"refused": self._error} for name in waiting}
         return True
 
     def _reload(self, change: Callable[[Sequence[Any], Own], None], adapters: Sequence[str]) -> str:
         if self._read_again is None:
-            raise ConfigError("there is no configuration that could be read again", "Use Pipeline.reload")
+            raise ConfigError("this pipeline has no configuration to reload", "Use Pipeline.reload")
         config = self._read_again()
         mine = {one.name: (one.transforms, one.routes) for one in config.adapter_specs if one.name in adapters}
         change(config.global_transforms, mine)
-        said = "the configuration is reloaded: its transforms and routes hold from the next batch on"
+        said = "the configuration was reloaded: its transforms and routes apply from the next batch on"
         later = [
             name
             for name in type(config).model_fields
             if name not in RELOADABLE and getattr(config, name) != getattr(self._config, name)
         ]
-        return f"{said}; these hold after a restart: {', '.join(later)}" if later else said
+        return f"{said}; these need a restart: {', '.join(later)}" if later else said
 
     def status(self) -> dict[str, Any]:
         """The reloads, for `pgcdc status`."""
@@ -158,7 +158,9 @@ def change_specs(specs: Sequence[AdapterSpec], own: Own) -> tuple[AdapterSpec, .
     """The adapters with these transforms and routes; adapters without an entry keep theirs."""
     unknown = sorted(set(own) - {spec.name for spec in specs})
     if unknown:
-        raise ConfigError(f"there is no adapter {unknown[0]!r}", f"There are: {', '.join(one.name for one in specs)}")
+        raise ConfigError(
+            f"adapter {unknown[0]!r} does not exist", f"Known adapters: {', '.join(one.name for one in specs)}"
+        )
     return tuple(
         replace(spec, transforms=tuple(own[spec.name][0]), routes=tuple(own[spec.name][1]))
         if spec.name in own
@@ -198,8 +200,8 @@ def check_target(state: StateDir, spec: AdapterSpec) -> None:
     if known is not None and known["target"] != _digest(spec):
         raise StateError(
             f"adapter {spec.name} has delivered to another target than these settings name",
-            "Give the configuration of the run: its --config file, or all of its flags and variables. For another target on "
-            "purpose, give its flags beside a file that has the adapter",
+            "Use the configuration of the pipeline: its --config file, or all of its flags and variables. To "
+            "deliver to another target, add its flags to the file that has the adapter",
         )
 
 

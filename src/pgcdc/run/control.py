@@ -94,5 +94,5 @@ def ask_snapshots(state: StateDir, content: dict[str, Any], timeout_s: float = 3
 def _check(state: StateDir) -> Identity:
     identity = state.identity()
     if identity is None:
-        raise StateError(f"{state.path} is not a state directory of pgcdc", "Give --state-dir of a pipeline")
+        raise StateError(f"{state.path} is not a state directory of pgcdc", "Set --state-dir to that of a pipeline")
     return identity

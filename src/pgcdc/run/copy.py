@@ -137,7 +137,7 @@ def _whole_file(spec: AdapterSpec) -> Iterator[AdapterSpec]:
 def _check_free(path: Path) -> None:
     if path.exists() and (not path.is_file() or path.stat().st_size):
         what = "exists and is not empty" if path.is_file() else "is not a file"
-        raise ConfigError(f"{path} {what}", "Move it away, or give another path")
+        raise ConfigError(f"{path} {what}", "Move it away, or choose another path")
 
 
 # --- from rows to sinks
@@ -176,7 +176,7 @@ class _Copying:
             except PgcdcError as error:
                 done = ", ".join(one.name for one in self.copy.tables[:number]) or "no table"
                 advice = f"{error.advice}. " if error.advice else ""
-                error.advice = f"{advice}What was delivered is not complete: {done} is whole, {table.name} is not"
+                error.advice = f"{advice}The copy is incomplete: {done} is complete, {table.name} is not"
                 error.args = (error.message, error.advice)
                 raise
         return total
@@ -287,13 +287,13 @@ def _partial_folder(path: Path) -> Iterator[Path]:
         raise ConfigError(f"the folder of --to {path} does not exist", "Create it first")
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         what = "is not empty" if path.is_dir() else "is not a folder"
-        raise ConfigError(f"--to {path} {what}", "Move it away, or give another --to")
+        raise ConfigError(f"--to {path} {what}", "Move it away, or choose another --to")
     partial = path.with_name(f"{path.name}.partial")
     lock_file = path.with_name(f"{path.name}.lock")
     lock = Lock(lock_file)
     try:
         if lock.acquire() is None:
-            raise ConfigError(f"{partial} is being written by another run", "Wait for it, or choose another target")
+            raise ConfigError(f"another run writes to {partial}", "Wait until it ends, or choose another target")
         try:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
@@ -310,7 +310,7 @@ def _partial_folder(path: Path) -> Iterator[Path]:
     except OSError as error:
         raise SinkError(
             f"{path} cannot be written: {error.strerror or error}",
-            "Is there room on the disk, and may we write there? Nothing is left there: start again",
+            "Check that the disk has room and that you may write there. Nothing was left there: start again",
         ) from error
 
 
@@ -327,7 +327,7 @@ def _write(
     except Exception as error:
         raise _explain(error, table.name, folder) from error
     if not (target / "_SUCCESS").exists():
-        raise SinkError(f"Spark says that table {table.name} is written, but {target} is not whole")
+        raise SinkError(f"Spark reports that table {table.name} is written, but {target} is incomplete")
     rows: int = sum(read_metadata(file).num_rows for file in target.glob("*.parquet"))
     progress(table.name, rows, table.estimated_rows, True)
     return rows
@@ -338,7 +338,7 @@ def _explain(error: Exception, table: str, folder: Path) -> PgcdcError:
     if "No space left on device" in text:
         return SinkError(
             f"{folder.parent} has no room for table {table}: No space left on device",
-            "Make room and start again: nothing is left there",
+            "Free some space and start again: nothing was left there",
         )
     found = find_ours(text.replace("Load it again", "Run it again").replace("load it again", "run it again"))
     return found or SourceError(f"Spark cannot copy table {table}: {headline(error)}", "Check the table and its types")

@@ -44,11 +44,11 @@ class Wanted:
         if not given:
             raise ConfigError("no table is named", "Use --table NAME (repeatable), --schemas or --all-tables")
         if len(given) > 1:
-            raise ConfigError(f"{given[0]} and {given[1]} are given", "Give one of them")
+            raise ConfigError(f"{given[0]} and {given[1]} cannot be combined", "Use one of them")
         if self.where and (given != ["--table"] or len(chosen.tables) != 1):
-            raise ConfigError("--where is a condition on one table", "Name that table alone, with --table")
+            raise ConfigError("--where applies to one table", "Name only that table, with --table")
         if not self.url:
-            raise ConfigError("no database is given", "Use --db, or better the variable PGCDC_DB")
+            raise ConfigError("no database is set", "Use the variable PGCDC_DB, or --db")
         chosen.check()
 
 
@@ -93,7 +93,7 @@ def open_copy(wanted: Wanted, say: Say = lambda text: None) -> Iterator[Copy]:
                 break
             conn.rollback()
         else:
-            raise SourceError(f"table {changed[0]} is truncated or altered all the time", "Try again later")
+            raise SourceError(f"table {changed[0]} was truncated or altered each time it was read", "Try again later")
         yield made
 
 
@@ -108,8 +108,11 @@ def _find(conn: Connection, wanted: Wanted, say: Say) -> tuple[CopiedTable, ...]
         conditions = tuple(one for one in (row_filter, wanted.where) if one)
         if not relation.columns:
             if wanted.selection.tables:
-                raise SourceError(f"table {table.name} has no columns: there is nothing to copy", "Leave it out")
-            say(f"table {table.name} has no columns and is left out")
+                raise SourceError(
+                    f"table {table.name} has no columns, so there is nothing to copy",
+                    "Remove it from the tables to copy",
+                )
+            say(f"table {table.name} has no columns; skipping it")
             continue
         files = files_text(conn, table)
         chunks = tuple(plan_chunks(conn, table, count=1))
@@ -149,7 +152,9 @@ def _check_rights(conn: Connection, tables: Sequence[Table]) -> None:
     ).fetchall()
     if found:
         names = ", ".join(quote_identifier(name) for (name,) in found)
-        raise SourceError(f"role {user} may not use schema {names}", f"Run: GRANT USAGE ON SCHEMA {names} TO {role}")
+        raise SourceError(
+            f"role {user} has no USAGE right on schema {names}", f"Run: GRANT USAGE ON SCHEMA {names} TO {role}"
+        )
     found = conn.execute(
         "SELECT oid::int8 FROM unnest(%s::oid[]) oid WHERE NOT has_table_privilege(oid, 'SELECT')",
         [[table.oid for table in tables]],
@@ -158,7 +163,7 @@ def _check_rights(conn: Connection, tables: Sequence[Table]) -> None:
     if refused:
         some = ", ".join(table.name for table in refused[:5]) + (" and others" if len(refused) > 5 else "")
         raise SourceError(
-            f"role {user} may not read table{'s' if len(refused) > 1 else ''} {some}",
+            f"role {user} has no SELECT right on table{'s' if len(refused) > 1 else ''} {some}",
             f"Run: GRANT SELECT ON {', '.join(table.sql for table in refused[:5])} TO {role}",
         )
 
@@ -166,7 +171,7 @@ def _check_rights(conn: Connection, tables: Sequence[Table]) -> None:
 def _estimate(conn: Connection, table: Table, relation: Relation, conditions: Sequence[str], has_where: bool) -> int:
     """The approximate number of rows. Refuses an invalid condition."""
     source = table.sql if table.kind == "p" else f"ONLY {table.sql}"
-    wrong = f"--where is no condition on table {table.name}" if has_where else ""
+    wrong = f"--where is not a valid condition on table {table.name}" if has_where else ""
     check_condition(conn, [column.name for column in relation.columns], source, conditions, wrong)
     row = conn.execute(f"EXPLAIN (FORMAT JSON) {select_statement((), source, conditions)}".encode()).fetchone()
     return int(row[0][0]["Plan"]["Plan Rows"]) if row else 0
@@ -194,7 +199,7 @@ def explain_reading(table: str) -> Iterator[None]:
         with explain_errors(f"read table {table}"):
             yield
     except ConnectionLost as error:
-        raise SourceError(error.message.rstrip("."), "Run it again when the server is there") from error
+        raise SourceError(error.message.rstrip("."), "Run it again when the server is reachable") from error
     except SourceError as error:
         state = getattr(error.__cause__, "sqlstate", None)
         if state in ("42P01", "42703"):

@@ -181,7 +181,7 @@ class Driver:
                 holder = Lock.holder(self.state.run_lock) or {}
                 raise StateError(
                     f"the state directory {self.state.path} is in use by process {holder.get('pid', '?')}",
-                    "Stop that run first, or use another --state-dir (with another --slot-name)",
+                    "Stop that run first, or use another --state-dir with another --slot-name",
                 )
             remove_socket(lock.previous)
             self._server = RunServer(self.answer)
@@ -316,7 +316,7 @@ class Driver:
     def _say_ordinary(self) -> None:
         if self._is_short and (trouble := find_trouble()):
             self._is_short = False
-            self._say(f"small batches take the ordinary, slower way through Spark: {trouble}")
+            self._say(f"small batches take the slower, ordinary path through Spark: {trouble}")
 
     def reload(self, transforms: Sequence[Any], adapters: Own = MappingProxyType({})) -> None:
         """Replace the shared transforms, and by name the own transforms and routes of adapters; the others keep theirs.
@@ -335,14 +335,14 @@ class Driver:
             if self._is_plain and not chains.are_simple:
                 self._is_plain = False
                 self._say(
-                    "Spark was started without its optimising compiler: restart pgcdc to run SQL and Python faster"
+                    "Spark runs without its optimising compiler. Restart pgcdc to run SQL and Python transforms faster"
                 )
 
         self._running_lanes().ask(change)
 
     def _running_lanes(self) -> Lanes:
         if self._lanes is None or self._spark is None or self._phase in ("failed", "stopped"):
-            raise PgcdcError("the pipeline does not run", "Start it first")
+            raise PgcdcError("the pipeline is not running", "Start it first")
         return self._lanes
 
     def _give_up_after(self, timeout_s: float) -> threading.Timer:
@@ -351,7 +351,7 @@ class Driver:
 
         def end() -> None:
             if self.on_stuck is not None:
-                self._say("the batch did not end in time: it comes again at the next start")
+                self._say("the last batch did not end in time; it is delivered again at the next start")
                 self.on_stuck()
 
         timer = threading.Timer(timeout_s, end)
@@ -374,11 +374,14 @@ class Driver:
             self._say(describe_stop(status, f"everything up to {format_lsn(lsn)} is delivered and confirmed"))
         elif self.config.once:
             raise ConnectionLost(
-                f"everything is delivered, but the server has not taken the confirmation of {format_lsn(lsn)}",
-                "Run it again: what is delivered is not delivered twice",
+                f"everything is delivered, but the server has not received the confirmation of {format_lsn(lsn)}",
+                "Run it again: nothing is delivered twice",
             )
         else:
-            later = "everything is delivered; the server was not reached, it is confirmed at the next start"
+            later = (
+                "everything is delivered; the server could not be reached, so the confirmation is sent at "
+                "the next start"
+            )
             self._say(describe_stop(status, later))
 
     def _close(self) -> None:

@@ -146,7 +146,7 @@ class Lane:
         with self.boundary:
             try:
                 if self.is_stopping or self.is_abandoned:
-                    raise LaneStopped("this batch comes again after the restart")
+                    raise LaneStopped("this batch is repeated after the restart")
                 self._write(blocks, batch_id)
             except BaseException as error:
                 self.error = error
@@ -165,11 +165,11 @@ class Lane:
         members = self.members()
         for member in members:
             if member.reached < start:
-                raise GapError(f"adapter {member.name} stands at {member.sink.ack}, and lane {self.name} at {start}")
+                raise GapError(f"adapter {member.name} is at {member.sink.ack}, but lane {self.name} is at {start}")
         waiting = [member for member in members if member.reached < end]
         chains = list(self.program.chains)
         if any(member.chain not in chains for member in waiting):
-            raise LaneStopped("this batch comes again, by another program")
+            raise LaneStopped("this batch is repeated with the new transforms")
         wanted = {member.name: chains.index(member.chain) for member in waiting}
         if waiting:
             collected: list[Batch] = []
@@ -202,9 +202,10 @@ class Lane:
         expected = self.checkpoint.end_of(batch_id - 1)
         if planned is None or planned.start != expected:
             raise StateError(
-                f"lane {self.name} expects batch {batch_id} to begin at {expected}, its source says "
+                f"lane {self.name} expects batch {batch_id} to begin at {expected}, but its source says "
                 f"{planned.start if planned else 'nothing'}",
-                "Restore the whole state directory from one backup, or begin with a new slot: pgcdc resync --new-slot",
+                "Restore the whole state directory from one backup, or start over with a new slot: pgcdc "
+                "resync --new-slot",
             )
         return planned
 
@@ -277,7 +278,7 @@ def _name_adapter(name: str, error: BaseException | None) -> BaseException:
     assert error is not None
     if isinstance(error, (PgcdcError, NotAMember)) or not isinstance(error, Exception):
         return error
-    advice = "spark.log in the state directory shows where. Nothing is lost: fix it and start again"
+    advice = "See spark.log in the state directory. Nothing is lost: fix the cause and start again"
     made = QueryFailed(f"adapter {name} failed: {headline(error)}", advice)
     made.__cause__ = error
     return made
@@ -327,8 +328,8 @@ class Checkpoint:
             return Position.parse(text if is_whole else "")
         except (FileNotFoundError, ValueError) as error:  # or the machine crashed while it was written
             raise StateError(
-                f"{self._ends} does not say where batch {batch} ended",
-                "Restore the state directory from a backup, or begin with a new slot: pgcdc resync --new-slot",
+                f"{self._ends} does not record where batch {batch} ended",
+                "Restore the state directory from a backup, or start over with a new slot: pgcdc resync --new-slot",
             ) from error
 
     def has_committed(self, batch: int) -> bool:

@@ -23,6 +23,7 @@ from pgcdc.capture.control import ask
 from pgcdc.core.errors import ConfigError, PgcdcError, StateError
 from pgcdc.core.position import Position
 from pgcdc.core.state import Identity, Lock, StateDir
+from pgcdc.core.wording import counted
 from pgcdc.postgres.database import connect, explain_errors, name_table, parse_url, split_table
 from pgcdc.run.chains import check_target
 from pgcdc.run.settings import PipelineSettings
@@ -92,7 +93,8 @@ def check_not_captured(config: PipelineSettings) -> None:
         ).fetchone()
     if found is not None:
         raise ConfigError(
-            f"publication {config.publication} has table {name_table(schema, table)}: each dead letter would be an event",
+            f"publication {config.publication} contains table {name_table(schema, table)}: each dead letter "
+            "would become an event",
             "Use --dlq file, another database (--dlq-db), or a publication that names its tables",
         )
 
@@ -156,17 +158,17 @@ class LetterService:
         """Redeliver letters on their adapters' threads. May be called from any other thread."""
         store = self.store
         if not isinstance(store, ReadableDeadLetters):
-            raise ConfigError("these dead letters cannot be read again", "Use --dlq file or --dlq pg_table from now on")
+            raise ConfigError("these dead letters cannot be read back", "Use --dlq file or --dlq pg_table from now on")
 
         def deliver(adapter: str, letters: list[DeadLetter]) -> Tally:
             member = next((one for one in lanes.members() if one.name == adapter), None)
             if member is None or not member.is_open:
-                return Tally(error=f"adapter {adapter} is not in this run, or not ready yet")
+                return Tally(error=f"adapter {adapter} is not part of the running pipeline, or not ready yet")
             sink, done = member.sink, list[Tally]()
             future = member.submit_other(lambda: done.append(deliver_again(store, letters, sink.redeliver)))
             while not future.done():
                 if self._is_closed.wait(POLL_S):
-                    return Tally(error="the run has stopped")
+                    return Tally(error="the pipeline has stopped")
             error = future.exception()
             return Tally(error=str(error)) if error else done[0]
 
@@ -207,10 +209,9 @@ class _Telling(DeliveryHooks):
             return
         self._due = time.monotonic() + TELL_S
         last = letters[-1]
-        events = "an event, which is" if self._untold == 1 else f"{self._untold:,} events, which are"
         self._say(
-            f"adapter {last.adapter} refused {events} in the dead letters now; the last, {last.id}: {last.error_kind}: "
-            f"{last.error[:200]}"
+            f"adapter {last.adapter} refused {counted(self._untold, 'event')}, now in the dead letters. "
+            f"Last one: {last.id}: {last.error_kind}: {last.error[:200]}"
         )
         self._untold = 0
 
@@ -225,7 +226,10 @@ def ask_run(state: StateDir, query: Query) -> Tally:
         if "tally" in found:
             return Tally(**found["tally"])
         time.sleep(POLL_S)
-    raise StateError("the run has ended meanwhile", "What was delivered is marked; the rest waits: pgcdc dlq replay")
+    raise StateError(
+        "the pipeline ended during the replay",
+        "Delivered dead letters are marked. Deliver the rest with: pgcdc dlq replay",
+    )
 
 
 # --- replays without a run, or to a target other than the configured one
@@ -251,7 +255,10 @@ def open_destination(state: StateDir, destination: Destination) -> Iterator[Runn
         else:
             lock = Lock(state.run_lock)
             if lock.acquire(1.0) is None:
-                raise StateError(f"a run has begun in {state.path} meanwhile", "Ask again: the run delivers them then")
+                raise StateError(
+                    f"a pipeline was started in {state.path} meanwhile",
+                    "Run the command again: that pipeline then delivers them",
+                )
             stack.callback(lock.release)
             lock.write({"pid": os.getpid()})
             state.check_whole()
@@ -259,7 +266,7 @@ def open_destination(state: StateDir, destination: Destination) -> Iterator[Runn
             if not (acks / f"{spec.name}.json").exists():
                 raise StateError(
                     f"adapter {spec.name} has not delivered anything from {state.path}",
-                    "Check --state-dir, or name another target by the flags of the adapter",
+                    "Check --state-dir, or name another target with the adapter's flags",
                 )
             check_target(state, spec)
         delivery = Runner(make_sink(spec), acks, spec.name, spec.delivery)

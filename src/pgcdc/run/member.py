@@ -47,9 +47,9 @@ def may_pass(error: BaseException | None) -> bool:
 def left_out(name: str, ack: Position, start: Position) -> GapError:
     """The error of an adapter that missed too much."""
     return GapError(
-        f"adapter {name} stands at {ack}, but the others were served up to {start} without it",
-        f"What came between can no longer be delivered. To let it begin at {start}, delete its ack in "
-        "the state directory (acks/) and give it a new target",
+        f"adapter {name} is at {ack}, but the others continued to {start} without it",
+        f"The events between can no longer be delivered. To start it at {start}, delete its ack in the state "
+        "directory (acks/) and give it a new target",
     )
 
 

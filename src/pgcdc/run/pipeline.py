@@ -40,7 +40,7 @@ class Pipeline(Driver):
     ) -> None:
         if not isinstance(source, PipelineSettings):
             raise ConfigError(
-                f"a source is not {type(source).__name__}", "Make one with pgcdc.sources.postgres(url, ...)"
+                f"{type(source).__name__} is not a source", "Make one with pgcdc.sources.postgres(url, ...)"
             )
         shared = source.global_transforms if transforms is None else as_many(transforms)
         chains = Chains(choose_specs(source, adapters), shared, is_typed=source.table is not None)
@@ -63,7 +63,7 @@ class Pipeline(Driver):
     def run(self) -> None:
         """Run until stopped, or (with `once`) until everything committed by now is delivered and confirmed."""
         if self._is_begun:
-            raise PgcdcError("this pipeline has run already, or still runs", "A pipeline runs once: make another one")
+            raise PgcdcError("this pipeline runs already or has run before", "A pipeline runs once: create another one")
         self._is_begun = True
         self.drive()
 

@@ -12,6 +12,7 @@ from pgcdc.core.errors import GapError, PgcdcError
 from pgcdc.core.position import Position
 from pgcdc.core.relation import ShapeHistory
 from pgcdc.core.state import StateDir
+from pgcdc.core.wording import counted
 from pgcdc.event.shape import describe_change
 from pgcdc.source.postgres.snapshot.held import ALONE_S
 from pgcdc.source.protocol import Prepared, Source
@@ -75,7 +76,9 @@ class SnapshotWatch:
             self._settled = Position.parse(settled)
         if not self._is_all or self._settled is None or lanes.place < self._settled:
             return False
-        self._say("the rows are delivered. The slot stays: start again without initial_only to go on with the changes")
+        self._say(
+            "the existing rows are delivered. The slot remains: start again without initial_only to deliver changes"
+        )
         return True
 
     def _tell(self, status: dict[str, Any]) -> None:
@@ -98,8 +101,8 @@ class SnapshotWatch:
 def _describe_end(one: dict[str, Any]) -> str:
     if one["status"] == "failed":
         return f"snapshot {one['id']} of table {one['table']} failed: {one['error']}"
-    what = "rows that vanished are deleted" if one["kind"] == "vanished" else "rows"
-    return f"snapshot {one['id']} of table {one['table']} is complete: {one['rows']:,} {what}"
+    what = "deleted that the source no longer has" if one["kind"] == "vanished" else "read"
+    return f"snapshot {one['id']} of table {one['table']} is complete: {counted(one['rows'], 'row')} {what}"
 
 
 class TableWatch:
@@ -134,7 +137,7 @@ class TableWatch:
             self._say(f"new tables cannot be published: {error}")
             return
         if added := sorted(tables - self._known):
-            self._say(f"new tables are captured from now on: {', '.join(added)}")
+            self._say(f"new tables captured from now on: {', '.join(added)}")
             self._known = tables
         for note in notes:
             if note not in self._noted:
@@ -165,14 +168,14 @@ def describe_stop(status: dict[str, Any], confirmed: str) -> str:
     """The last line of a run: what was delivered, and which snapshots are incomplete."""
     initial = status.get("initial_snapshot")
     if initial and initial["status"] != "complete":
-        text = "stopped in the initial snapshot"
+        text = "stopped during the initial snapshot"
         if tables := initial["tables"]:
             rows, total = (sum(one[name] for one in tables) for name in ("rows", "estimated_rows"))
-            text += f": {rows:,} of about {total:,} rows are read"
+            text += f": {rows:,} of about {total:,} rows read"
         if initial["held_seconds"]:
-            text += f"; the snapshot is held for {ALONE_S / 60:.0f} minutes, and a later start goes on as well"
+            text += f"; the snapshot is held for {ALONE_S / 60:.0f} minutes, so that a start until then resumes it"
         else:
-            text += "; the next start goes on"
+            text += "; the next start resumes it"
     else:
         text = f"stopped: {confirmed}"
     left = sum(one["status"] in ("queued", "running") for one in status.get("snapshots", []))

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from pgcdc.core.errors import PgcdcError, Policy, SchemaChanged, SinkUnavailable, reconnect_delay_s
 from pgcdc.core.failpoint import hit
-from pgcdc.core.moment import stamped
 from pgcdc.core.position import Position
 from pgcdc.run.lane import Lane, LaneStopped
 from pgcdc.spark.session import explain_failure, stop_within
@@ -93,7 +92,7 @@ class QueryWatch:
         for member in members:
             member.last_error = error
         if self._is_main or self.failures == 1:
-            self._lanes.say(stamped(f"{error.message}; starting the {self._what} again in {delay_s:.1f} s"))
+            self._lanes.say(f"{error.message}; restarting the {self._what} in {delay_s:.1f} s")
 
     def acknowledge(self) -> None:
         """Every member has made durable what Spark committed, so the capture may confirm it."""
@@ -127,7 +126,7 @@ class QueryWatch:
             if member.last_error is self.error:
                 member.last_error = None
         self.error = None
-        self._lanes.say(stamped(f"the {self._what} runs again"))
+        self._lanes.say(f"the {self._what} runs again")
 
     @property
     def _what(self) -> str:
@@ -143,7 +142,7 @@ class QueryWatch:
         self._schema_place = self.lane.place
         self._lanes.acknowledge()
         what = error.message.partition(f". {LOAD_AGAIN}")[0]
-        self._lanes.say(f"{what}; the query starts again there, with these columns")
+        self._lanes.say(f"{what}; the query restarts there with these columns")
         return True
 
     def _explain(self, error: BaseException) -> PgcdcError:

@@ -22,6 +22,7 @@ from pgcdc.core.errors import ConfigError, GapError, StateError
 from pgcdc.core.failpoint import hit
 from pgcdc.core.position import Position
 from pgcdc.core.state import Identity, Lock, StateDir, fsync_folder, read_json, write_json_durably
+from pgcdc.core.wording import counted
 from pgcdc.postgres.database import Connection, connect, name_table, split_table
 from pgcdc.postgres.lsn import format_lsn
 from pgcdc.run.chains import why_unreadable
@@ -51,9 +52,9 @@ from pgcdc.spool.consumers import MAIN, Consumers, is_side_lane
 
 WrittenFile = FileSink | FolderSink
 
-_UNREADABLE = {"rows": "typed rows", "zset": "typed rows", "other": "lines of another form"}
-_NOT_DELETED = "deletes of rows that vanished are not sent"
-_TRUNCATE = " (with --truncate, a TRUNCATE comes before the rows)"
+_UNREADABLE = {"rows": "typed rows", "zset": "typed rows", "other": "lines in another form"}
+_NOT_DELETED = "deletes of removed rows are not sent"
+_TRUNCATE = " (with --truncate, a TRUNCATE precedes the rows)"
 
 
 @dataclass
@@ -78,7 +79,9 @@ class Resync:
 
     def __enter__(self) -> Resync:
         if not self.state.path.is_dir():
-            raise StateError(f"{self.state.path} is not a state directory of pgcdc", "Give --state-dir")
+            raise StateError(
+                f"{self.state.path} is not a state directory of pgcdc", "Set --state-dir to that of the pipeline"
+            )
         with contextlib.ExitStack() as locks:
             for path in (self.state.run_lock, self.state.capture_lock):
                 lock = Lock(path)
@@ -86,7 +89,7 @@ class Resync:
                     pid = (Lock.holder(path) or {}).get("pid", "?")
                     raise StateError(
                         f"the pipeline of {self.state.path} runs (process {pid})",
-                        "Stop it first. To replace a copy while it runs, name it: --table NAME --adapter NAME",
+                        "Stop it first. To replace a copy while it runs, use: --table NAME --adapter NAME",
                     )
                 locks.callback(lock.release)
                 lock.write({"pid": os.getpid()})
@@ -106,8 +109,8 @@ class Resync:
         if not self.note:
             return list(self._decide())
         if self.read_again:
-            raise StateError(f"a resync of {self.state.path} is not finished", "Run it again, without --table")
-        return [f"goes on with the resync of slot {self._identity.stream} that was begun and not finished"]
+            raise StateError(f"a resync of {self.state.path} is unfinished", "Run it again without --table")
+        return [f"resuming the unfinished resync of slot {self._identity.stream}"]
 
     def run(self) -> None:
         """Carry out what `plan` described. Can be killed at any point and run again."""
@@ -147,7 +150,10 @@ class Resync:
         """The lost or abandoned slot's identity."""
         known = Identity(**self.note["identity"]) if self.note else self.state.identity()
         if known is None or (not self.note and known.created == 0):
-            raise StateError(f"{self.state.path} has no slot yet", "Give --state-dir, or start: pgcdc listen")
+            raise StateError(
+                f"{self.state.path} has no slot yet",
+                "Set --state-dir to that of the pipeline, or start it with: pgcdc listen",
+            )
         return known
 
     def _source_options(self) -> PostgresOptions:
@@ -168,12 +174,13 @@ class Resync:
             if name not in published:
                 known = ", ".join(one.title for one in published.values()) or "none"
                 raise ConfigError(
-                    f"table {name_table(*name)} is not captured through slot {self._identity.stream}", f"Known: {known}"
+                    f"table {name_table(*name)} is not captured through slot {self._identity.stream}",
+                    f"Captured tables: {known}",
                 )
             if not published[name].key and any(not one.is_keyed for one in self._acks()):
                 raise ConfigError(
-                    f"table {published[name].title} has no key: its rows cannot be read while it changes",
-                    "Give it a primary key; or begin again with all tables: pgcdc resync --new-slot",
+                    f"table {published[name].title} has no key, so its rows cannot be read while it changes",
+                    "Give it a primary key, or start over with all tables: pgcdc resync --new-slot",
                 )
         return [published[name] for name in names]
 
@@ -212,26 +219,29 @@ class Resync:
             yield from self._decide_tables(lost or other)
             return
         if other and not self.new_slot:
-            raise GapError(other, "Check --db. If the sinks are to follow this database from now on, give --new-slot")
+            raise GapError(other, "Check --db. If the targets are to follow this database from now on, add --new-slot")
         if not lost and not self.new_slot:
             raise ConfigError(
-                f"slot {name} is as it was left: nothing is lost",
-                "Start pgcdc listen. To read a table again give --table; to give the slot up nevertheless, --new-slot",
+                f"slot {name} still works: no changes are lost",
+                "Start pgcdc listen. To read a table again, use --table; to replace the slot anyway, --new-slot",
             )
         self._check_selection()
-        yield other or lost or f"slot {name} is given up, as you ask"
+        yield other or lost or f"slot {name} will be replaced, as requested"
         if self._slot is not None:
-            yield f"slot {name} will be dropped: what it still holds is lost then"
+            yield f"slot {name} will be dropped; changes that only it holds are lost"
         yield (
-            f"changes after {format_lsn(confirmed.confirmed_lsn)} and before the new slot are not delivered one by one: "
-            "every table is delivered as it is now, each row as a SNAPSHOT, and the changes after that"
+            f"changes between {format_lsn(confirmed.confirmed_lsn)} and the new slot are not delivered one by "
+            "one. Instead, every table is delivered as it is now, each row as a SNAPSHOT, followed by the "
+            "later changes"
         )
         if other:
-            yield "positions of events are those of this server: they can be smaller than those before"
+            yield "events get positions of this server, which may be smaller than earlier ones"
         yield from self._decide_sinks()
         for consumer in confirmed.names():
             if consumer != MAIN and not is_side_lane(consumer):
-                yield f"the query of consumer {consumer} cannot go on: begin it again, with a new checkpoint and target"
+                yield (
+                    f"the query of consumer {consumer} cannot continue: start it again with a new checkpoint and target"
+                )
 
     def _look(self) -> tuple[str, str]:
         """Why the server is not the known one, and why the slot cannot be resumed; "" if neither is a problem."""
@@ -260,40 +270,50 @@ class Resync:
         """Refuse tables that cannot be captured before anything is dropped."""
         options = self._source_options()
         if options.tables and not SlotDetails.of(self._identity).selection.names_tables:
-            raise ConfigError(f"publication {options.publication} is yours", "Alter it instead of giving --tables")
+            raise ConfigError(
+                f"publication {options.publication} is yours, so pgcdc does not change its tables",
+                "Alter the publication instead of using --tables",
+            )
         with self._connect() as sql:
             known = {(one.schema, one.table) for one in read_tables(sql)}
         for table in options.tables:
             if split_table(table) not in known:
-                raise ConfigError(f"table {table} no longer exists", "Name what to capture from now on: --tables a,b")
+                raise ConfigError(
+                    f"table {table} no longer exists", "Name the tables to capture from now on: --tables a,b"
+                )
 
     def _decide_sinks(self) -> Iterator[str]:
         for sink, reason in self._files():
             Runner(sink, self.state.acks, sink.name).check()
-            where = f"adapter {sink.name} goes on in {sink.path}"
+            where = f"adapter {sink.name} continues in {sink.path}"
             if self.truncate:
-                yield f"{where}: a TRUNCATE of every table comes before its rows"
+                yield f"{where}: a TRUNCATE of every table precedes its rows"
             elif sink.kind == "zset":
                 raise ConfigError(
-                    f"{sink.path} has the rows of a Z-set, in which a row must not come again",
-                    "Add --truncate (and --truncate mark to pgcdc listen), or begin with a new slot, --state-dir and file",
+                    f"{sink.path} contains the rows of a Z-set, in which no row may be repeated",
+                    "Add --truncate (and --truncate mark to pgcdc listen), or start with a new slot, "
+                    "--state-dir and file",
                 )
             elif reason:
                 yield f"{where}, but {reason} cannot be read back: {_NOT_DELETED}{_TRUNCATE}"
             else:
                 yield f"{where}; rows that the source no longer has are deleted by events"
-        yield from (f"adapter {one} empties its copies of the tables, and gets all rows again" for one in self._keyed())
+        yield from (
+            f"adapter {one} empties its copies of the tables and receives all rows again" for one in self._keyed()
+        )
         if not self.truncate:
             yield from (f"adapter {one} cannot be read back: {_NOT_DELETED}{_TRUNCATE}" for one in self._blind())
             for table in self._published():
                 if not table.key:
-                    yield f"table {table.title} has no key: a TRUNCATE of it comes before its rows"
+                    yield f"table {table.title} has no key: a TRUNCATE precedes its rows"
 
     def _decide_tables(self, lost: str) -> Iterator[str]:
         if self.new_slot or self.truncate or self.tables:
-            raise ConfigError("--table cannot be combined with --new-slot, --tables or --truncate", "Give it alone")
+            raise ConfigError(
+                "--table cannot be combined with --new-slot, --tables or --truncate", "Remove the other flags"
+            )
         if lost:
-            raise GapError(lost, "All tables need it: pgcdc resync without --table")
+            raise GapError(lost, "Repair all tables: pgcdc resync without --table")
         for table in self._chosen():
             yield f"table {table.title} is read again while pgcdc listen runs, each row as a SNAPSHOT"
         for sink, reason in self._files():
@@ -306,7 +326,7 @@ class Resync:
 
     def _collect(self, tables: Sequence[PublishedTable]) -> list[dict[str, Any]]:
         """Write each sink's keys to durable files."""
-        self.say("reading what the sinks have")
+        self.say("reading what the targets have")
         shutil.rmtree(self.state.resync, ignore_errors=True)
         self.state.resync.mkdir()
         named = {(table.relation.namespace, table.relation.name): table for table in tables}
@@ -326,13 +346,13 @@ class Resync:
     def _tell_unread(self, sink: WrittenFile, store: KeyStore, captured: set[str]) -> None:
         for table, count in store.unread.items():
             self.say(
-                f"{count} rows of table {name_table(*table)} in {sink.path} have no key to look for in the source "
-                "(the table had another key, or it is not UTF-8): if they vanished, they stay there"
+                f"{counted(count, 'row')} in {sink.path} of table {name_table(*table)} cannot be looked up in the source "
+                "(the table had another key, or it is not UTF-8): if the source deleted them, they remain there"
             )
         others = sorted(store.others - captured)
         if others and not self.read_again:
             names = ", ".join(others[:20])
-            self.say(f"what {sink.path} has of {names} stays as it is: these tables are no longer captured")
+            self.say(f"rows of {names} in {sink.path} are left unchanged: these tables are no longer captured")
 
     def _reset(self) -> None:
         """Drop the slot and its state."""
@@ -367,7 +387,7 @@ class Resync:
         hit("resync.queued")
         for ack in self._acks():
             if ack.position is not None and ack.position > start:
-                self.say(f"adapter {ack.name} stood at {ack.position}: positions go back from there")
+                self.say(f"adapter {ack.name} was at {ack.position}, ahead of the new slot: its positions go back")
             ack.rewind(start)
         hit("resync.acked")
 

@@ -200,21 +200,21 @@ class Membership:
         with self._lock:
             before = self[adapter]
             if before.lane == MAIN or adapter in self._writing:
-                raise StateError(f"adapter {adapter} cannot skip: it is in {before.lane}, or being written to")
+                raise StateError(f"adapter {adapter} cannot skip events: it is in {before.lane}, or being written to")
             return self._move(adapter, to, replace(before, floor=to, dropped=before.dropped + events))
 
     def add(self, adapter: str, start: Position) -> str:
         """Add an adapter in its own lane that begins at `start`. Returns the lane's name."""
         with self._lock:
             if adapter in self:
-                raise ConfigError(f"there is an adapter {adapter!r} already", "Give it another name")
+                raise ConfigError(f"adapter {adapter!r} exists already", "Choose another name")
             return self._move(adapter, start, Place())
 
     def remove(self, adapter: str) -> None:
         with self._lock:
             if adapter not in self:
                 known = ", ".join(self.roster.places) or "none"
-                raise ConfigError(f"there is no adapter {adapter!r}", f"Known adapters: {known}")
+                raise ConfigError(f"adapter {adapter!r} does not exist", f"Known adapters: {known}")
             places = {name: one for name, one in self.roster.places.items() if name != adapter}
             self._save(replace(self.roster, places=places))
 

@@ -16,6 +16,7 @@ from pgcdc.capture.control import ask
 from pgcdc.core.errors import ConfigError, PgcdcError, StateError, sentences
 from pgcdc.core.position import Position
 from pgcdc.core.state import Lock, StateDir, read_json
+from pgcdc.core.wording import counted
 
 POLL_S = 0.02
 
@@ -39,7 +40,9 @@ class Sentinel:
         self._check_adapters(run)
         if not self._adapters or not self._ask_capture():
             phase = run.get("phase", "starting")
-            raise StateError(f"the pipeline does not read yet: {phase}", "Try again when pgcdc status says streaming")
+            raise StateError(
+                f"the pipeline does not read the stream yet: {phase}", "Try again when pgcdc status says streaming"
+            )
 
     def wait(self, timeout_s: float = 30.0) -> float:
         """Wait until the adapters have it; returns the seconds since the request. Raises on timeout or if the pipeline
@@ -75,7 +78,7 @@ class Sentinel:
         known = run.get("adapters", self._adapters)  # a run that is just starting does not say
         for name in self._adapters:
             if name not in known:
-                raise ConfigError(f"there is no adapter {name!r}", f"Name one of those that run: {', '.join(known)}")
+                raise ConfigError(f"adapter {name!r} does not exist", f"Known adapters: {', '.join(known)}")
 
     def _ask_run(self) -> dict[str, Any]:
         run = ask(self._state.run_lock, {"do": "status"})
@@ -84,7 +87,8 @@ class Sentinel:
             reason = f". Its last error: {PgcdcError.from_json(error)}" if error else ""
             raise StateError(
                 f"no pipeline runs in {self._state.path}{reason}",
-                "Start it with pgcdc listen and ask for a new sentinel, or give the --state-dir of one that runs",
+                "Start it with pgcdc listen and request a new sentinel, or set --state-dir to that of a "
+                "running pipeline",
             )
         return run
 
@@ -95,18 +99,20 @@ class Sentinel:
         return "position" in reply
 
     def _explain(self, lacking: list[dict[str, Any]], timeout_s: float) -> PgcdcError:
-        what = f"within {timeout_s:g} s not every target has what was committed before {self.asked_at:%H:%M:%S}"
+        what = f"after {timeout_s:g} s, not every target has the changes committed before {self.asked_at:%H:%M:%S}"
         if self.position is None:
-            return PgcdcError(f"{what}: the stream has not come that far", sentences(self._trouble, "See pgcdc status"))
+            return PgcdcError(
+                f"{what}: the stream has not reached them yet", sentences(self._trouble, "See pgcdc status")
+            )
         return PgcdcError(f"{what}: {'; '.join(map(_describe, lacking))}", "See pgcdc status, or wait longer")
 
 
 def _describe(lane: dict[str, Any]) -> str:
-    behind = "not open yet" if lane.get("lag_bytes") is None else f"{lane['lag_bytes']} bytes behind"
+    behind = "not open yet" if lane.get("lag_bytes") is None else f"{counted(lane['lag_bytes'], 'byte')} behind"
     error = f", last error: {lane['last_error']}" if lane.get("last_error") else ""
     if lane.get("reloading"):
-        return f"adapter {lane['adapter']} still replaces its copy of {lane['reloading']}{error}"
-    return f"adapter {lane['adapter']} lacks it ({behind}{error})"
+        return f"adapter {lane['adapter']} is still replacing its copy of {lane['reloading']}{error}"
+    return f"adapter {lane['adapter']} lacks them ({behind}{error})"
 
 
 def wait_for(state: StateDir, adapters: Sequence[str] = (), timeout_s: float = 30.0) -> Position:

@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from pgcdc.capture.control import CaptureOptions
+from pgcdc.core.log import Format
 from pgcdc.core.relation import Relation
 from pgcdc.core.settings import Options, Seconds, setting
 from pgcdc.core.state import StateDir
@@ -24,8 +25,8 @@ ADAPTERS, RUNNING = "Adapters", "Running"
 class VerifySettings(Options):
     """`pgcdc verify` beside a running pipeline."""
 
-    every: Seconds = setting(0.0, "how often: 6h; 0: never", ge=0)
-    rate: float = setting(0.0, "read at most so many rows a second at the source; 0: no limit", ge=0)
+    every: Seconds = setting(0.0, "how often, such as 6h; 0: never", ge=0)
+    rate: float = setting(0.0, "read at most this many rows a second at the source; 0: no limit", ge=0)
 
 
 class PipelineSettings(
@@ -35,24 +36,25 @@ class PipelineSettings(
     provides."""
 
     bus_mode: Literal["reliable", "fast"] = setting(
-        "reliable", "fast: an adapter that falls behind by --bus-buffer events skips ahead, and loses them.", ADAPTERS
+        "reliable", "fast: an adapter that falls behind by --bus-buffer events skips ahead and loses them.", ADAPTERS
     )
     bus_buffer: int = setting(
-        100_000, "With --bus-mode fast: how many events an adapter may be behind.", ADAPTERS, metavar="N", ge=1
+        100_000, "With --bus-mode fast: how many events an adapter may fall behind.", ADAPTERS, metavar="N", ge=1
     )
     spark_master: str | None = setting(
         None, "Spark cluster: spark://host:7077, yarn, k8s://... (default: local)", RUNNING, metavar="URL",
         example="spark://10.0.0.5:7077", pattern=r"^(local(\[.+\])?|spark://.+|yarn|k8s://.+)$",
     )  # fmt: skip
-    once: bool = setting(False, "Deliver everything committed up to now, confirm, exit.", RUNNING)
+    once: bool = setting(False, "Deliver everything committed up to now, confirm it and exit.", RUNNING)
     verify_every: Seconds = setting(
-        0.0, "Compare the targets with the source this often, as pgcdc verify does; 0: never.", RUNNING, ge=0, example="6h"
+        0.0, "Compare the targets with the source this often, like pgcdc verify; 0: never.", RUNNING, ge=0, example="6h"
     )  # fmt: skip
     verify: VerifySettings = setting(
         VerifySettings(), "The same as a mapping, with a rate: {every: 6h, rate: 5000}.", RUNNING, flag=None,
         example="{every: 6h}",
     )  # fmt: skip
-    warm_up: bool = setting(True, "Warm Spark up before saying ready; --once does not.", RUNNING)
+    log_format: Format = setting("text", "Lines on stderr: text with the time, or json, one object per line.", RUNNING)
+    warm_up: bool = setting(True, "Warm up Spark before reporting ready; --once does not.", RUNNING)
 
     @property
     def adapter_specs(self) -> tuple[AdapterSpec, ...]:

@@ -263,7 +263,7 @@ class Lanes:
         """
         unknown = sorted(set(chains) - set(self._moves.members))
         if unknown:
-            raise ConfigError(f"there is no adapter {unknown[0]!r}", "Add it first")
+            raise ConfigError(f"adapter {unknown[0]!r} does not exist", "Add it first")
         wanted = {one.name: chains.get(one.name, one.chain) for one in self.members()}
         self._compile(list(wanted.values()))  # if compiling fails, nothing changes
         self._restart(self.main)
@@ -279,11 +279,11 @@ class Lanes:
         lane.is_stopping = True
         if not lane.await_boundary(STOP_TIMEOUT_S):
             lane.is_stopping = False
-            raise PgcdcError("the batch that runs does not end in time: nothing is changed", "Try again")
+            raise PgcdcError("the running batch did not end in time, so nothing was changed", "Try again")
         query = lane.query
         if query is not None and not query.isActive and query.exception() and not isinstance(lane.error, LaneStopped):
             lane.is_stopping = False  # `QueryWatch.look` finds out why, and whether it may restart
-            raise PgcdcError("the query has just failed: nothing is changed", "Try again when it runs")
+            raise PgcdcError("the query has just failed, so nothing was changed", "Try again when it runs")
         if query is not None:
             stop_within(QUERY_STOP_S, query)
             lane.query = None
@@ -325,7 +325,7 @@ class Lanes:
                 stop_within(QUERY_STOP_S if is_ended else 0.2, lane.query)
             if not is_ended:
                 names = ", ".join(one.name for one in lane.members())
-                self.say(f"adapter {names} did not finish its batch: it comes again at the next start")
+                self.say(f"adapter {names} did not finish its batch; it is delivered again at the next start")
         self.acknowledge()
         self._moves.rejoin_between()
         for lane in list(self._moves.left_over):

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 INTERVAL_S, RETRY_S = 0.25, 5.0
 HOLD_TIMEOUT_S = 30.0
 MAX_ROUNDS = 10  # The most rounds of a bounded run, for copies that are being replaced
-ASKED_FOR = "asked for by pgcdc resync"
+ASKED_FOR = "requested with pgcdc resync"
 
 
 class TableReloads:
@@ -68,7 +68,7 @@ class TableReloads:
                 done = [member.submit_other(partial(member.sink.hold, held)) for member in keyed]
                 self._handed_over[one["id"]] = done
                 for member in keyed:
-                    self._say(f"adapter {member.name}: table {one['table']} has no key. It is read again as a whole")
+                    self._say(f"adapter {member.name}: table {one['table']} has no key. All of it is read again")
             elif (done := self._handed_over[one["id"]]) and all(write.done() for write in done):
                 if any(write.exception() for write in done):
                     del self._handed_over[one["id"]]
@@ -85,8 +85,8 @@ class TableReloads:
             return True
         if self._rounds == MAX_ROUNDS:
             raise PgcdcError(
-                f"everything is delivered, but the copy of table {', '.join(held)} is still to be replaced",
-                "See pgcdc status for the reason, then run it again: it begins with that",
+                f"everything is delivered, but the copy of table {', '.join(held)} still has to be replaced",
+                "See pgcdc status for the reason, then run it again: it starts with that",
             )
         self._rounds += 1
         self.follow(at_once=True)
@@ -114,7 +114,7 @@ class TableReloads:
         member = next((one for one in self._lanes.members() if one.name == request["adapter"]), None)
         if member is None:
             names = ", ".join(one.name for one in self._lanes.members())
-            raise ConfigError(f"there is no adapter {request['adapter']!r}", f"There are: {names}")
+            raise ConfigError(f"adapter {request['adapter']!r} does not exist", f"Known adapters: {names}")
         _check_keyed(member.sink.progress)
         held = {int(oid): new_hold(table, ASKED_FOR) for oid, table in request["tables"].items()}
         member.submit_other(lambda: member.sink.hold(held))
@@ -130,12 +130,12 @@ def find_tables(
     for name in dict.fromkeys(map(split_table, tables)):
         if name not in known:
             names = ", ".join(name_table(*one) for one in known) or "none"
-            raise ConfigError(f"table {name_table(*name)} is not captured", f"Captured are: {names}")
+            raise ConfigError(f"table {name_table(*name)} is not captured", f"Captured tables: {names}")
         wanted[known[name].oid] = name_table(*name)
     for adapter in adapters:
         if not (state.acks / f"{adapter}.json").exists():
             names = ", ".join(sorted(one.stem for one in state.acks.glob("*.json"))) or "none"
-            raise ConfigError(f"there is no adapter {adapter!r} in {state.path}", f"There are: {names}")
+            raise ConfigError(f"{state.path} has no adapter {adapter!r}", f"Known adapters: {names}")
     return wanted
 
 
@@ -152,7 +152,7 @@ def hold_tables(state: StateDir, wanted: Mapping[int, str], adapters: Sequence[s
         return
     lock = Lock(state.run_lock)
     if lock.acquire() is None:
-        raise StateError("the pipeline is just starting", "Try again in a moment")
+        raise StateError("the pipeline is starting", "Try again in a moment")
     try:
         for adapter in adapters:
             progress = Progress(state.acks, adapter)
@@ -168,8 +168,9 @@ def _await_holds(state: StateDir, adapter: str, ids: set[str]) -> None:
     while not ids <= {one.id for one in Progress(state.acks, adapter).holds.values()}:
         if time.monotonic() > deadline:
             raise StateError(
-                f"adapter {adapter} is busy with a batch and has not taken the request",
-                "See its last error in pgcdc status. Stop the pipeline and run this again: it then counts before any batch",
+                f"adapter {adapter} is busy with a batch and has not accepted the request",
+                "See its last error in pgcdc status. Or stop the pipeline and run this again: then it takes "
+                "effect before any batch",
             )
         time.sleep(0.05)
 
@@ -177,6 +178,6 @@ def _await_holds(state: StateDir, adapter: str, ids: set[str]) -> None:
 def _check_keyed(progress: Progress) -> None:
     if not progress.is_keyed:
         raise ConfigError(
-            f"adapter {progress.name} keeps no copies of tables that could be replaced",
+            f"adapter {progress.name} keeps no copies of tables",
             "Deliver the rows to all adapters instead: pgcdc resync --table without --adapter",
         )

@@ -17,9 +17,9 @@ from pgcdc.capture.control import CaptureLink
 from pgcdc.core.counters import EVENTS_DROPPED, LANE_MOVES, counters
 from pgcdc.core.errors import PgcdcError
 from pgcdc.core.failpoint import hit
-from pgcdc.core.moment import stamped
 from pgcdc.core.position import Position
 from pgcdc.core.state import StateDir, read_json, write_json_durably
+from pgcdc.core.wording import counted
 from pgcdc.run.lane import Lane
 from pgcdc.run.member import Adapter, Member, left_out, may_pass
 from pgcdc.run.roster import Membership, Roster
@@ -136,7 +136,7 @@ class Moves:
         counters.add(LANE_MOVES, adapter=member.name, move="leave")
         error = error or member.sink.attempts.failing  # it is slow because it retries
         why = f"failed ({error.message if isinstance(error, PgcdcError) else error})" if error else "is slow"
-        self._say(stamped(f"adapter {member.name} {why}: moved to its own lane; the other adapters continue"))
+        self._say(f"adapter {member.name} {why}: moved to its own lane; the other adapters continue")
 
     # --- returning to main
 
@@ -174,7 +174,7 @@ class Moves:
                     self._abandon(lane)
                     member.rejoined_at = time.monotonic()
                     counters.add(LANE_MOVES, adapter=member.name, move="rejoin")
-                    self._say(stamped(f"adapter {member.name} has caught up and is back in the main lane"))
+                    self._say(f"adapter {member.name} has caught up and is back in the main lane")
                     return True
             left_s = deadline - time.monotonic()
             if left_s <= 0 or not lane.moved.wait(left_s):
@@ -233,7 +233,10 @@ class Moves:
         self._open_lane(name)
         counters.add(EVENTS_DROPPED, dropped, adapter=member.name)
         counters.add(LANE_MOVES, adapter=member.name, move="skip")
-        self._say(f"adapter {member.name} is too far behind: {dropped:,} events after {reached} up to {to} are dropped")
+        self._say(
+            f"adapter {member.name} is too far behind: {counted(dropped, 'event')} after {reached} up to {to} were "
+            "dropped (--bus-mode fast)"
+        )
 
     # --- changes while it runs
 
@@ -245,8 +248,8 @@ class Moves:
         before = self._removed.get(adapter.name)
         if before is not None and before.is_busy:
             raise PgcdcError(
-                f"adapter {adapter.name} is still at a write from before it was removed",
-                "Try again when that has ended",
+                f"adapter {adapter.name} has not finished a write from before it was removed",
+                "Try again when it has ended",
             )
         self._removed.pop(adapter.name, None)
         start = self.main.next_start
@@ -266,7 +269,7 @@ class Moves:
                 self.remove(adapter.name, 0)
                 raise
             member.last_error = error  # the watching thread tries again
-        self._say(f"adapter {adapter.name} is added")
+        self._say(f"adapter {adapter.name} was added")
 
     def remove(self, name: str, timeout_s: float) -> None:
         """Stop delivering to this adapter; its ack stays."""
@@ -277,7 +280,7 @@ class Moves:
         member.sink.stop()  # its writes need not finish
         if member.is_busy:
             self._removed[name] = member
-        self._say(f"adapter {name} is removed")
+        self._say(f"adapter {name} was removed")
 
     def _take_out(self, name: str, timeout_s: float) -> bool:
         """Take it out of its lane. False: a batch that we waited for has moved it to another lane."""

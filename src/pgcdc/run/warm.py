@@ -106,20 +106,20 @@ def make_archive_beside(say: Callable[[str], None]) -> None:
                 stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             )  # fmt: skip
             threading.Thread(target=_follow, args=[made, archive, say], daemon=True).start()
-            say(f"making an archive of Spark's classes in {archive.file.parent} beside it: the next starts are quicker")
+            say(f"creating an archive of Spark's classes in {archive.file.parent} in the background, for faster starts")
     except (OSError, PgcdcError, subprocess.SubprocessError) as error:
-        say(f"no archive of Spark's classes for quicker starts: {error}. {SWITCH} names another folder, or off")
+        say(f"no archive of Spark's classes for faster starts: {error}. Set {SWITCH} to another folder, or to off")
 
 
 def _follow(made: subprocess.Popen[bytes], archive: ClassArchive, say: Callable[[str], None]) -> None:
     if (code := made.wait()) and archive.is_wanted:  # it left no note: the disk is full
-        say(f"no archive of Spark's classes for quicker starts: the process that makes it ended with {code}")
+        say(f"no archive of Spark's classes for faster starts: the process that creates it ended with code {code}")
     _say_failure(archive, say)
 
 
 def _say_failure(archive: ClassArchive, say: Callable[[str], None]) -> None:
     if reason := archive.failure():
-        say(f"no archive of Spark's classes for quicker starts: {reason}. The next attempt is in a day")
+        say(f"no archive of Spark's classes for faster starts: {reason}. The next attempt is in a day")
 
 
 def make_archive(archive: ClassArchive) -> bool:
@@ -145,7 +145,7 @@ def make_archive(archive: ClassArchive) -> bool:
         with contextlib.suppress(subprocess.TimeoutExpired):
             jvm.wait(EXIT_S)
         if (code := jvm.poll()) != 0:
-            raise PgcdcError("Java did not end" if code is None else f"Java ended with {code}")
+            raise PgcdcError("Java did not end" if code is None else f"Java ended with code {code}")
         if not written.exists():
             return False
         archive.take(written)
@@ -179,7 +179,7 @@ def main() -> int:
             archive.begin()
         if not make_archive(archive):
             archive.give_up()
-            print("This Java makes no archive of classes: Spark starts without one", file=sys.stderr)
+            print("This Java cannot archive classes: Spark starts without an archive", file=sys.stderr)
     except Exception as error:  # a start retries in a day, and reports the reason
         archive.fail(str(error))
         print(f"No archive of Spark's classes: {error}", file=sys.stderr)

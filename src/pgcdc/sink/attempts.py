@@ -26,6 +26,7 @@ from pgcdc.core.errors import (
     full_jitter_s,
     policy_of,
 )
+from pgcdc.core.wording import counted
 from pgcdc.sink.letters.record import DeadLetter
 from pgcdc.sink.spec import DeliveryOptions
 
@@ -229,7 +230,7 @@ class Attempts:
             if not is_free():
                 kind = DeliveryStopped if self._is_stopped else SinkTimeout
                 raise kind(
-                    f"an earlier write of adapter {self.name} has not ended yet",
+                    f"an earlier write of adapter {self.name} is still running",
                     "Waiting for it to finish. Check the target; nothing is lost",
                 )
             self._is_taken = True
@@ -330,8 +331,8 @@ class Attempts:
                 outcome, self._outcome = self._outcome, None
                 return outcome
         return SinkTimeout(
-            f"{what} adapter {self.name} has not ended within {timeout_s:g} s",
-            f"Check the target, or raise {self.name}_timeout. Nothing is lost: it is tried again when this one has ended",
+            f"{what} adapter {self.name} did not finish within {timeout_s:g} s",
+            f"Check the target, or raise {self.name}_timeout. Nothing is lost: it is retried when this write has ended",
         )
 
     # --- waits
@@ -343,17 +344,17 @@ class Attempts:
             if self._is_stopped:
                 raise DeliveryStopped(
                     f"adapter {self.name} was waiting when the pipeline stopped",
-                    "What it misses comes at the next start",
+                    "It receives the missing events at the next start",
                 ) from error
 
     def pass_breaker(self) -> None:
         left = self._breaker.wait_s(self.clock.now())
         if left:
-            cause = f"; the last failure: {self._cause}" if self._cause else ""
+            cause = f". Its last failure: {self._cause}" if self._cause else ""
             raise CircuitOpen(
-                f"adapter {self.name} failed {self._breaker.failures} times in a row: the next try is in "
+                f"adapter {self.name} failed {counted(self._breaker.failures, 'time')} in a row; the next attempt is in "
                 f"{math.ceil(left)} s{cause}",
-                "Look at the target; nothing is lost meanwhile",
+                "Check the target; nothing is lost meanwhile",
                 retry_in_s=left,
             )
 
@@ -366,7 +367,7 @@ class Attempts:
             seconds = self.clock.now() - began
             counters.add(TARGET_RECOVERIES, adapter=self.name)
             if is_told or seconds >= TELL_S:
-                self._say(f"recovered after {seconds:.0f} s, {tries + 1} attempts")
+                self._say(f"recovered after {seconds:.0f} s and {counted(tries + 1, 'attempt')}")
 
     def note_failure(self, began: float, *, is_told: bool = False) -> None:
         """Record that an attempt started at `began` failed and may succeed later."""

@@ -62,7 +62,7 @@ class Command:
         except OSError as error:
             self._close_pipe()
             raise SinkError(
-                f"the command of adapter {context.name} cannot be started: {words[0]}: {error.strerror}",
+                f"adapter {context.name} cannot start its command: {words[0]}: {error.strerror}",
                 "Correct its command or argv; nothing is lost",
             ) from error
         self.pid, self._output = self._popen.pid, self._popen.stdout
@@ -175,8 +175,8 @@ class Command:
         *lines, self._said = (self._said + said).split(b"\n")
         if len(self._said) > MAX_LINE_BYTES:
             raise SinkError(
-                f"the command has printed {len(self._said)} bytes without a newline",
-                "With ack: line it prints one line for each event that it has done",
+                f"the command printed {len(self._said)} bytes without a newline",
+                "With ack: line it must print one line for each event that it has processed",
             )
         return [position for position in map(self._acknowledge, lines) if position not in self._left]
 
@@ -189,9 +189,9 @@ class Command:
                 number = number if wanted is None else self._numbers.get(str(wanted), -1)
         if number not in self._open or number >= self._given:
             raise SinkError(
-                "the command has printed a line for an event that it was not given, or for one twice",
-                "With ack: line it prints one line for each event that it has done, and nothing else: other output "
-                "belongs to standard error. If it prints what it likes, use ack: exit",
+                "the command printed a line that matches no event of its input, or the same one twice",
+                "With ack: line it must print exactly one line for each event that it has processed; other "
+                "output belongs on standard error. If its output is meant for something else, use ack: exit",
             )
         position, name = self._open.pop(number)
         self._numbers.pop(name, None)

@@ -53,28 +53,26 @@ def _split_words(value: Any) -> Any:
 class ExecOptions(SinkOptions):
     """JSON lines to the standard input of a command."""
 
-    command: str | tuple[str, ...] = setting(
-        "", "the command, as text for a shell: sh -c COMMAND; a list: the same as argv"
-    )
+    command: str | tuple[str, ...] = setting("", "the command, run by a shell: sh -c COMMAND; a list: the same as argv")
     argv: Annotated[tuple[str, ...], BeforeValidator(_split_words), text_or_list()] = setting(
         (), "the command and its arguments as a list, without a shell"
     )
     ack: Literal["exit", "line", "write"] = setting(
         "exit",
-        "when an event counts as delivered: exit (one process per batch, which ends with 0), line (the "
+        "when an event counts as delivered: exit (one process per batch, which exits with 0), line (the "
         "command prints a line for it) or write (the command has read it)",
     )
-    keep_env: Names = setting((), "variables that the command gets although they hold secrets of pgcdc")
+    keep_env: Names = setting((), "variables that the command receives although they hold secrets of pgcdc")
 
     @model_validator(mode="after")
     def _check(self) -> ExecOptions:
         is_given = bool(self.script.strip() if isinstance(self.command, str) else self.command)
         if is_given == bool(self.argv):
-            raise ValueError("command or argv is needed" if not self.argv else "command and argv are both given")
+            raise ValueError("command or argv is required" if not self.argv else "command and argv cannot be combined")
         if not self.words[0]:
-            raise ValueError("the first word of argv is the command, and it is empty")
+            raise ValueError("the first word of argv is the command, but it is empty")
         if any("\0" in word for word in self.words):
-            raise ValueError("a command cannot have a NUL in it")
+            raise ValueError("a command cannot contain a NUL")
         return self
 
     @property
@@ -108,15 +106,17 @@ class ExecSink(Sink):
         if script:
             reason = _ask_shell("-n", "-c", script)
             if reason:
-                raise SinkError(f"adapter {context.name}: the shell cannot read the command: {reason}", "Correct it")
+                raise SinkError(
+                    f"adapter {context.name}: the shell cannot parse the command: {reason}", "Correct its command"
+                )
             missing = _first_word(script)
             is_there = not missing or not _ask_shell("-c", 'command -v -- "$1"', "sh", missing)
         else:
             is_there = shutil.which(missing) is not None
         if not is_there:
             raise SinkError(
-                f"adapter {context.name}: the command {missing} does not exist, or cannot be executed",
-                "Correct its command or argv, install it, or give its whole path",
+                f"adapter {context.name}: the command {missing} does not exist or is not executable",
+                "Correct its command or argv, install it, or use its full path",
             )
 
     def open(self, context: SinkContext) -> None:
@@ -137,8 +137,8 @@ class ExecSink(Sink):
             status = self._end(command)
             if not self._by_line:
                 self._context.say(
-                    f"the command ended with status {status} between two batches: what it had read and not done is "
-                    "lost to it"
+                    f"the command ended with status {status} between two batches; it may not have processed "
+                    "everything that it read"
                 )
             command = None
         if command is None:
@@ -170,10 +170,10 @@ class ExecSink(Sink):
             while command.pieces and not command.has_ended and time.monotonic() < deadline:
                 command.exchange(LOOK_S)
             if command.pieces and not command.has_ended:
-                raise self._too_late(command, "has not read all events")
+                raise self._too_late(command, "did not read all events")
             command.close_input()
             if not command.wait(deadline - time.monotonic()):
-                raise self._too_late(command, "has not ended")
+                raise self._too_late(command, "did not end")
             is_unread = bool(command.pieces or command.unread)
         finally:
             status = self._end(command)
@@ -181,8 +181,8 @@ class ExecSink(Sink):
             raise self._reject(command) if status == DATA_ERROR else self._explain(status, command)
         if is_unread:
             raise SinkUnavailable(
-                f"{self._title} has ended with 0, but has not read all events",
-                "Let it read to the end of its input. Nothing is lost: they come again",
+                f"{self._title} exited with 0, but did not read all events",
+                "Let it read its input to the end. Nothing is lost: the events are sent again",
             )
         self._has_failed = False
 
@@ -202,10 +202,10 @@ class ExecSink(Sink):
             raise self._reject(command, first) if status == DATA_ERROR and first else self._explain(status, command)
         if command.progress > before:
             raise SinkUnavailable(
-                f"{self._title} is slow: it has not done all events within {self._patience_s:g} s",
-                f"It goes on with them. Raise {self._context.name}_timeout, or lower max_batch_rows",
+                f"{self._title} is slow: it did not process all events within {self._patience_s:g} s",
+                f"It continues with them. Raise {self._context.name}_timeout, or lower max_batch_rows",
             )
-        raise self._too_late(command, "has acknowledged nothing" if self._by_line else "reads nothing")
+        raise self._too_late(command, "acknowledged nothing" if self._by_line else "read nothing")
 
     # --- the process
 
@@ -230,15 +230,15 @@ class ExecSink(Sink):
         behind = f": {said}" if said else ""
         if status in NOT_FOUND:
             return SinkError(
-                f"{self._title} does not exist, or cannot be executed (status {status}){behind}",
+                f"{self._title} does not exist or is not executable (status {status}){behind}",
                 "Correct its command or argv, or install it; nothing is lost",
             )
         if status == 0:
             return SinkUnavailable(
-                f"{self._title} has ended before it had all events{behind}",
-                "With ack: line and ack: write it must read on and on. Nothing is lost: it is started again",
+                f"{self._title} ended before it had read all events{behind}",
+                "With ack: line and ack: write it must keep reading. Nothing is lost: it is started again",
             )
-        how = f"has failed with status {status}"
+        how = f"failed with status {status}"
         if -status in set(signal.Signals):
             how = f"was ended by {signal.Signals(-status).name}"
         return SinkUnavailable(f"{self._title} {how}{behind}", _LATER)
@@ -256,7 +256,7 @@ class ExecSink(Sink):
         kind, said = "exec_65", command.last_words or f"exit status {DATA_ERROR}"
         return SinkRejected(
             f"{self._title} refuses {f'the event at {position}' if position else 'an event'} (status {DATA_ERROR})",
-            "Look at what the command says about it on standard error",
+            "See its messages on standard error",
             [Reject(position, kind, said)] if position else [],
             kind=kind,
             text=said,
@@ -278,5 +278,5 @@ def _ask_shell(*words: str) -> str:
             ["sh", *words], capture_output=True, text=True, timeout=10, stdin=subprocess.DEVNULL, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise SinkError(f"there is no shell: {error}", "Use argv, which needs none") from error
+        raise SinkError(f"no shell found: {error}", "Use argv, which needs no shell") from error
     return redact_text((found.stderr.strip().splitlines() or ["?"])[-1]) if found.returncode else ""

@@ -58,16 +58,16 @@ READ_TRIES = 5
 class FileOptions(SinkOptions):
     """JSON lines in a file, or in part files in a folder."""
 
-    path: PathText = setting(..., "the file; or a folder, which exists or ends with a slash", min_length=1)
-    max_size: Bytes = setting(0, "a file that would grow larger is rotated: 100MB; 0: it never is", ge=0)
-    max_files: int = setting(0, "how many rotated files are kept, older ones are deleted; 0: all of them", ge=0)
-    compress: Compression = setting("none", "how rotated files are compressed")
+    path: PathText = setting(..., "the file; or a folder, if it exists or ends with a slash", min_length=1)
+    max_size: Bytes = setting(0, "rotate a file before it grows larger: 100MB; 0: never", ge=0)
+    max_files: int = setting(0, "how many rotated files to keep; older ones are deleted; 0: all", ge=0)
+    compress: Compression = setting("none", "how to compress rotated files")
 
     @model_validator(mode="after")
     def _check_rotation(self) -> FileOptions:
         for name, is_given in (("max_files", self.max_files > 0), ("compress", self.compress != "none")):
             if is_given and not self.max_size:
-                raise ValueError(f"{name} is for files that rotate: give max_size, too")
+                raise ValueError(f"{name} applies to rotated files; set max_size as well")
         return self
 
     @property
@@ -93,9 +93,7 @@ class FileOptions(SinkOptions):
         if not self.full_path.parent.is_dir():
             raise ConfigError(f"the folder of the file {self.path} does not exist", "Create it first")
         if self.is_folder and self.max_size:
-            raise ConfigError(
-                f"{self.path} is a folder: there is nothing to rotate in it", "Leave max_size out, or name a file"
-            )
+            raise ConfigError(f"{self.path} is a folder, which is not rotated", "Remove max_size, or name a file")
 
 
 class DiskSink(Sink):
@@ -201,7 +199,7 @@ class FileSink(DiskSink):
             self._restore()
 
     def write(self, batch: Batch) -> None:
-        with self._explain(kind=SinkUnavailable, advice="Is the disk full? Nothing is lost: it is tried again"):
+        with self._explain(kind=SinkUnavailable, advice="Is the disk full? Nothing is lost: it is retried"):
             self._restore()
             while True:
                 part = self._fitting(batch)
@@ -254,14 +252,15 @@ class FileSink(DiskSink):
                 return
             if not self.is_complete:
                 raise SinkError(
-                    f"older files of {self.path} were removed, as max_files says", "It cannot be read back any more"
+                    f"older files of {self.path} were removed, as max_files allows",
+                    "The target can no longer be read back",
                 )
             size = sum(read_lines(path, size, store) for path, size in self._contents())
             expected = self._rotated.size + self._size
             if size != expected:
                 raise SinkError(
-                    f"{self.path} and its rotated files have {size} bytes, but {expected} were written to them",
-                    "Move back what was moved away",
+                    f"{self.path} and its rotated files have {size} bytes, but {expected} were written",
+                    "Move the missing files back",
                 )
 
     def _contents(self) -> list[tuple[Path, int | None]]:
@@ -301,20 +300,20 @@ class FileSink(DiskSink):
             if size > 0:
                 raise SinkError(
                     f"{self.path} exists and was not written by this pipeline",
-                    "Move it away, or give the adapter another path",
+                    "Move it away, or set another path for the adapter",
                 )
             return False
         if self._is_moved:
             return True
         if size < 0:
             raise SinkError(
-                f"{self.path} is gone, but events up to {self._at} were written to it",
-                "Move it back, or give the adapter another path: the next events go there",
+                f"{self.path} is missing, but events up to {self._at} were written to it",
+                "Move it back, or set another path for the adapter: it receives the next events",
             )
         if size < self._size:
             raise SinkError(
-                f"{self.path} has {size} bytes, but {self._size} were written to it",
-                "Restore it, or give the adapter another path: the next events go there",
+                f"{self.path} has {size} bytes, but {self._size} were written",
+                "Restore it, or set another path for the adapter: it receives the next events",
             )
         return True
 

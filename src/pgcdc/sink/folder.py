@@ -28,6 +28,7 @@ from pgcdc.core.errors import SinkError, SinkUnavailable
 from pgcdc.core.failpoint import hit
 from pgcdc.core.position import Position
 from pgcdc.core.state import fsync_folder, write_all, write_durably
+from pgcdc.core.wording import counted
 from pgcdc.event.batch import Batch, line_buffers
 from pgcdc.sink.contract import ParallelSink, Progress, Receipt, SinkContext
 from pgcdc.sink.file import DiskSink
@@ -53,8 +54,9 @@ def leave_folder(progress: Progress) -> None:
             (folder / HIDDEN / OWNER).unlink()
     except OSError as error:
         raise SinkError(
-            f"{folder} has parts that are acknowledged and not shown yet, and they cannot be: {error.strerror}",
-            "Make that folder writable once more; the next events go to the new target",
+            f"{folder} has acknowledged parts that are not visible yet and cannot be moved into place: "
+            f"{error.strerror}",
+            "Make that folder writable again; the next events go to the new target",
         ) from error
 
 
@@ -99,7 +101,7 @@ class FolderPartWriter:
         except OSError as error:
             raise SinkUnavailable(
                 f"{path} cannot be written: {error.strerror}",
-                "Is the disk full, and is the folder on storage that every host of the cluster has?",
+                "Check that the disk has room, and that every host of the cluster can reach the folder",
             ) from error
         if not size:
             path.unlink()
@@ -191,7 +193,7 @@ class FolderSink(DiskSink, ParallelSink):
         if start < self._at:
             raise SinkUnavailable(
                 f"these parts begin at {start}, but {self.path} has everything up to {self._at}",
-                "It is tried again with parts that begin there",
+                "It is retried with parts that begin there",
             )
         for receipt in receipts:
             self._check_part(receipt)
@@ -225,9 +227,9 @@ class FolderSink(DiskSink, ParallelSink):
             found, known = (len(parts), sum(path.stat().st_size for path in parts)), self._progress.detail
             if found != (known["parts"], known["bytes"]):
                 raise SinkError(
-                    f"{self.path} has {found[0]} parts with {found[1]} bytes, but {known['parts']} with "
-                    f"{known['bytes']} were written to it",
-                    "Move back what was moved away",
+                    f"{self.path} has {counted(found[0], 'part')} with {found[1]} bytes, but "
+                    f"{counted(known['parts'], 'part')} with {known['bytes']} bytes were written",
+                    "Move the missing files back",
                 )
             for path in parts:
                 read_lines(path, None, store)
@@ -261,15 +263,15 @@ class FolderSink(DiskSink, ParallelSink):
         is_known = self._progress.position is not None and "parts" in detail and detail["path"] == str(self.path)
         if is_known and not self.path.is_dir():
             raise SinkError(
-                f"{self.path} is gone, but events up to {self._progress.position} were written to it",
-                "Move it back, or give the adapter another path: the next events go there",
+                f"{self.path} is missing, but events up to {self._progress.position} were written to it",
+                "Move it back, or set another path for the adapter: it receives the next events",
             )
         if not is_known and self.path.exists():
             foreign = next((path.name for path in self.path.iterdir() if path.name != HIDDEN), None)
             if foreign is not None:
                 raise SinkError(
-                    f"{self.path} has a file {foreign} that was not written by this pipeline",
-                    "Empty the folder, or give the adapter another path",
+                    f"{self.path} contains a file that this pipeline did not write: {foreign}",
+                    "Empty the folder, or set another path for the adapter",
                 )
         self._check_owner()
         return is_known
@@ -278,8 +280,8 @@ class FolderSink(DiskSink, ParallelSink):
         owner = _read_owner(self.path)
         if owner is not None and not (self._progress.has_owner and owner == self._progress.owner):
             raise SinkError(
-                f"{self.path} is the folder of another pipeline, or of another adapter",
-                f"Give the adapter another path; if nothing writes to it any more, delete {self._hidden / OWNER}",
+                f"{self.path} belongs to another pipeline or another adapter",
+                f"Set another path for the adapter; if nothing else writes there, delete {self._hidden / OWNER}",
             )
 
     def _claim(self) -> None:
@@ -301,9 +303,9 @@ class FolderSink(DiskSink, ParallelSink):
             missing = _show_parts(self.path, self._shown)
         if missing:
             raise SinkError(
-                f"part {missing[0]} of {self.path} was deleted under {self._hidden} before it got its name: its events, "
-                f"up to {self._progress.position}, are lost there",
-                "Leave that folder to pgcdc alone, and deliver everything once more: pgcdc resync --new-slot",
+                f"part {missing[0]} of {self.path} was deleted under {self._hidden} before it was moved into "
+                f"place: its events, up to {self._progress.position}, are lost there",
+                "Keep other programs out of that folder, and deliver everything again: pgcdc resync --new-slot",
             )
         self._settle()
 
@@ -326,7 +328,7 @@ class FolderSink(DiskSink, ParallelSink):
         if size != receipt["size"]:
             raise SinkUnavailable(
                 f"{path} has {size} bytes, but an executor wrote {receipt['size']}",
-                "Is the folder on storage that every host of the cluster has?",
+                "Check that every host of the cluster can reach the folder",
             )
 
     def _save(self, position: Position, *, parts: int, size: int, **more: Any) -> None:

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from pgcdc.core.errors import Reject, SinkError, SinkRejected, SinkUnavailable
 from pgcdc.core.position import Position
+from pgcdc.core.wording import counted
 from pgcdc.event.batch import Batch
 from pgcdc.event.forms import TRACES, Form
 from pgcdc.sink.contract import Sink, SinkContext
@@ -167,8 +168,9 @@ class Round:
             raise self._stop
         if self._refusal is not None:
             first, more = self.rejects[0], len(self.rejects) - 1
+            others = f" and {counted(more, 'other')}" if more else ""
             raise SinkRejected(
-                f"{self._refusal.message} (the event at {first.position}{f' and {more} others' if more else ''})",
+                f"{self._refusal.message} (the event at {first.position}{others})",
                 self._refusal.advice,
                 self.rejects,
             )
@@ -240,7 +242,7 @@ class Round:
         refused = [record for record in group if record.position in rejects]
         if not refused:
             raise SinkError(
-                f"{error.message}: it names events that it was not given", "This is a defect of the adapter"
+                f"{error.message}: it refused events that were not sent to it", "This is a bug in the adapter"
             )
         self._refusal = self._refusal or error
         self.rejects += [rejects[position] for position in dict.fromkeys(record.position for record in refused)]

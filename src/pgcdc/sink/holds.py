@@ -73,7 +73,7 @@ def find_misnamed(batch: Batch, shapes: ShapeHistory) -> dict[int, tuple[str, st
         lasts = {bisect_right(places, end) for end in ends} - {0}  # the last ones before the name changes its owner
         if any(shapes.is_misnamed(table, places[one - 1]) for one in lasts):
             name = name_table(table.namespace, table.name)
-            found[table.oid] = (name, "another table has its name, and its own new one was not told")
+            found[table.oid] = (name, "another table has taken its name, and its own new name is unknown")
     return found
 
 

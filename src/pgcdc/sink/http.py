@@ -49,11 +49,11 @@ _LATER = {408, 425, 429}
 _BUSY = {429, 503}  # Statuses that are not about the event: the receiver is busy
 _STOP = {
     401: ("it does not accept our credentials", "Check the headers (Authorization) and the signing key"),
-    405: ("it takes no POST", "Check the URL"),
-    407: ("the proxy wants credentials", "Check the proxy, or leave proxy_from_env out"),
+    405: ("it does not accept POST", "Check the URL"),
+    407: ("the proxy requires credentials", "Check the proxy, or remove proxy_from_env"),
     410: (
-        "it is gone for good",
-        "Give the URL of the receiver that took its place, or remove the adapter",
+        "it is permanently gone",
+        "Set the URL of the receiver that replaced it, or remove the adapter",
     ),
 }
 """Statuses that apply to every event."""
@@ -67,15 +67,15 @@ def check_url(url: str) -> str:
         parts = urlsplit(url)
         port, host = parts.port, parts.hostname
     except ValueError:
-        raise ValueError("this is no URL; write https://host/path") from None
+        raise ValueError("this is not a URL; write https://host/path") from None
     if parts.scheme not in ("http", "https") or not host or port == 0 or re.search(r"[\s\x00-\x1f\x7f]", url):
-        raise ValueError("this is no URL of a webhook; write https://host/path")
+        raise ValueError("this is not the URL of a webhook; write https://host/path")
     if re.search(r"(^|\.)(0x[0-9a-f]*|[0-9]+)\.?$", host) and ":" not in host and not _IPV4.fullmatch(host):
-        raise ValueError("this is an address in a strange form; write it with four numbers")
+        raise ValueError("this address has an unusual form; write it as four numbers")
     if parts.username is not None or parts.password is not None:
-        raise ValueError("user and password stand in the URL; put them into headers, as Authorization")
+        raise ValueError("the URL contains user and password; put them into headers, as Authorization")
     if parts.fragment:
-        raise ValueError("a URL of a webhook has no #; leave it out, or write %23")
+        raise ValueError("the URL of a webhook cannot contain #; remove it, or write %23")
     return url
 
 
@@ -97,12 +97,12 @@ def parse_headers(value: Any) -> Any:
         try:
             return json.loads(value)
         except ValueError:
-            raise ValueError('this is no JSON object; write {"Name": "value"}, or lines of Name: value') from None
+            raise ValueError('this is not a JSON object; write {"Name": "value"}, or lines of Name: value') from None
     found = {}
     for line in filter(str.strip, value.splitlines()):
         name, colon, text = line.partition(":")
         if not colon:
-            raise ValueError("a header has no colon; write Name: value, one in each line")
+            raise ValueError("a header has no colon; write Name: value, one per line")
         found[name.strip()] = text.strip()
     return found
 
@@ -111,7 +111,7 @@ def check_headers(headers: Mapping[str, str]) -> dict[str, str]:
     """Check headers and return them. ValueError: one cannot be sent, or is ours; its value is not shown."""
     for name, value in headers.items():
         if not _NAME.fullmatch(name):
-            raise ValueError(f"{name!r:.60} is no name of a header")
+            raise ValueError(f"{name!r:.60} is not a valid header name")
         if not isinstance(value, str) or not _VALUE.fullmatch(value):
             raise ValueError(f"the value of the header {name} cannot be sent")
         if _OURS.fullmatch(name):
@@ -135,13 +135,15 @@ Headers = Annotated[
 class ClientOptions(Options):
     """How requests are made."""
 
-    concurrency: int = setting(8, "requests at the same time; events of one key stay in order", ge=1, le=1024)
-    request_timeout: Seconds = setting(10.0, "time for one request and its answer", gt=0)
-    allow_private: bool = setting(False, "also private, loopback and link-local addresses, and those of cloud metadata")
+    concurrency: int = setting(8, "concurrent requests; events of one key stay in order", ge=1, le=1024)
+    request_timeout: Seconds = setting(10.0, "time limit for one request and its answer", gt=0)
+    allow_private: bool = setting(
+        False, "allow private, loopback and link-local addresses, and those of cloud metadata"
+    )
     proxy_from_env: bool = setting(False, "use the proxy of HTTPS_PROXY, HTTP_PROXY and NO_PROXY")
-    ca_file: PathText | None = setting(None, "certificates that are trusted, instead of the system's")
-    cert_file: PathText | None = setting(None, "our own certificate, for servers that ask for one")
-    key_file: PathText | None = setting(None, "the key of cert_file, if it is not in it")
+    ca_file: PathText | None = setting(None, "certificates to trust, instead of the system's")
+    cert_file: PathText | None = setting(None, "our own certificate, for servers that require one")
+    key_file: PathText | None = setting(None, "the key of cert_file, if that file does not contain it")
 
     def make_tls(self, url: str) -> ssl.SSLContext | None:
         """The TLS settings for a URL's server. SinkError: one of the files is unusable."""
@@ -200,7 +202,7 @@ def judge(status: int, headers: Mapping[str, str], body: bytes, scrub: Scrub, no
         return Verdict(SinkUnavailable, kind, text, retry_in_s=wait_s, is_general=status in _BUSY)
     if status < 400:
         where = shorten(headers.get("Location", "").partition("?")[0], scrub)
-        advice = "Redirects are not followed, since they may lead anywhere. Give the URL of the receiver itself"
+        advice = "Redirects are not followed. Set the URL of the final receiver"
         return Verdict(SinkError, kind, f"answer {status}, a redirect" + (f" to {where}" if where else ""), advice)
     if status in _STOP:
         reason, advice = _STOP[status]
@@ -290,12 +292,12 @@ class Client:
             text = f"the certificate is not valid: {shorten(said, self._scrub)}"
             return Verdict(SinkError, "certificate", text, "Renew it, or name the certificates to trust with ca_file")
         if isinstance(reason, AddressRefused):
-            advice = "Check where the name leads to. If the receiver is inside of your network: allow_private"
-            return Verdict(SinkError, "private_address", "it leads to a private address", advice)
+            advice = "Check where the name leads. If the receiver is inside your network, set allow_private"
+            return Verdict(SinkError, "private_address", "the host resolves to a private address", advice)
         if isinstance(error, aiohttp.InvalidURL):
-            return Verdict(SinkError, "url", "this is no URL that can be used", "Correct it")
+            return Verdict(SinkError, "url", "this URL cannot be used", "Correct the URL")
         if isinstance(error, aiohttp.ClientConnectorDNSError):
-            return later("dns", "the name of the host cannot be resolved", is_general=True)
+            return later("dns", "the host name cannot be resolved", is_general=True)
         if isinstance(error, aiohttp.ClientHttpProxyError):
             return later("proxy", f"the proxy answers {error.status}", is_general=True)
         if isinstance(error, aiohttp.ClientResponseError):
@@ -304,7 +306,7 @@ class Client:
             said = shorten(os.strerror(reason.errno) if reason.errno else str(reason), self._scrub)
             return later("network", f"no connection: {said}", is_general=True)
         if isinstance(error, (aiohttp.ServerDisconnectedError, OSError)):
-            return later(CLOSED, "the connection was closed before there was an answer")
+            return later(CLOSED, "the connection was closed before the answer")
         return later("network", type(error).__name__)
 
 

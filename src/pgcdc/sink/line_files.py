@@ -143,8 +143,8 @@ class KeyStore(EventStore):
         except (sqlite3.Error, OSError) as error:
             reason = getattr(error, "strerror", None) or error
             raise StateError(
-                f"the keys of the sink cannot be kept in {self._path.parent}: {reason}",
-                "Make room on the disk of the state directory and start again: nothing was changed yet",
+                f"the keys of the adapter cannot be stored in {self._path.parent}: {reason}",
+                "Free space on the disk of the state directory and start again: nothing was changed yet",
             ) from error
 
 
@@ -189,9 +189,9 @@ def read_lines(path: Path, size: int | None, store: EventStore) -> int:
                 store.apply(orjson.loads(line))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise SinkError(
-                    f"{path}, line {number} is not an event as it was written: {error}",
-                    "Restore the file; if transforms wrote it in another form, give --truncate; or begin a new one: delete "
-                    "the adapter's ack in the state directory (acks/) and give the adapter another path",
+                    f"{path}, line {number} differs from what was written: {error}",
+                    "Restore the file. If transforms wrote it in another form, use --truncate. Or start a "
+                    "new file: delete the adapter's ack in the state directory (acks/) and set another path",
                 ) from error
     return done
 

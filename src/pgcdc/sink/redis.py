@@ -55,12 +55,12 @@ _POLICIES = (
     (
         "MovedError AskError ClusterCrossSlotError",
         False,
-        "A cluster: see docs/adapters/redis.md for the prefix it needs",
+        "This is a cluster: see docs/adapters/redis.md for the prefix it needs",
     ),
     ("OutOfMemoryError", True, "The server is full: raise its maxmemory, or delete keys"),
-    ("ReadOnlyError", True, "This server is a replica: give redis_url the primary"),
+    ("ReadOnlyError", True, "This server is a replica: set redis_url to the primary"),
     ("ConnectionError TimeoutError ClusterDownError TryAgainError", True, "Check that the server runs, and redis_url"),
-    ("MISCONF NOREPLICAS BUSY UNKILLABLE UNBLOCKED WAITAOF", True, "Put right what the server says"),
+    ("MISCONF NOREPLICAS BUSY UNKILLABLE UNBLOCKED WAITAOF", True, "Fix what the server reports"),
     ("", False, "Check the server's version and settings: docs/adapters/redis.md"),
 )
 
@@ -75,8 +75,8 @@ class RedisOptions(UrlOptions):
     mode: Literal["invalidate", "sync"] = setting(
         ..., "invalidate: delete keys of changed rows; sync: keep rows as JSON"
     )
-    id_column: str = setting("", "the column that makes the key, of all tables (default: the key of each table)")
-    key_prefix: str = setting("", "what all keys begin with, before TABLE:KEY")
+    id_column: str = setting("", "the key column of all tables (default: the key of each table)")
+    key_prefix: str = setting("", "prefix of all keys, before TABLE:KEY")
 
     def make(self) -> Sink:
         return RedisSink(self)
@@ -99,12 +99,12 @@ class RedisOptions(UrlOptions):
         from redis import ConnectionPool
 
         if not re.fullmatch("[0-9]+", self._database):  # the client would use another one
-            raise ConfigError("redis_url: its database is no number", "Write redis://host:6379/0")
+            raise ConfigError("redis_url: its database is not a number", "Write redis://host:6379/0")
         try:
             ConnectionPool.from_url(self.read_url()).make_connection()  # this does not connect
         except (TypeError, ValueError) as error:
             what = str(error).rpartition("__() ")[2]
-            raise ConfigError(f"redis_url: {what}", "Check what is behind its ?: docs/adapters/redis.md") from error
+            raise ConfigError(f"redis_url: {what}", "Check the part after ?: docs/adapters/redis.md") from error
 
 
 class RedisSink(Sink):
@@ -124,7 +124,7 @@ class RedisSink(Sink):
             client = self._connect(context)
             client.ping()
             if not client.eval(_MAY, 1, self._options.key_prefix):
-                raise SinkError(f"adapter {context.name}: this user may not write its keys", _POLICIES[0][2])
+                raise SinkError(f"adapter {context.name}: this user cannot write its keys", _POLICIES[0][2])
             client.close()
 
     def open(self, context: SinkContext) -> Position | None:
@@ -174,7 +174,7 @@ class RedisSink(Sink):
                 continue
             differences, reason = follow_shape(change, chain)
             if change.before is None:
-                reason = "it was dropped and made again" if self._context.shapes.takes_name(change) else ""
+                reason = "it was dropped and created again" if self._context.shapes.takes_name(change) else ""
             kinds = {one["type"] for one in differences}
             has_new_key = "replica_identity_changed" in kinds and self._has_new_key(change)
             if not reason and kinds <= _HARMLESS and not has_new_key:
@@ -186,7 +186,7 @@ class RedisSink(Sink):
             if self._is_sync:
                 needed[after.oid] = (
                     name_table(after.namespace, after.name),
-                    reason or "its name, key or columns were changed",
+                    reason or "its name, key or columns changed",
                 )
         if needed:
             raise ReloadNeeded(tables=needed)
@@ -217,7 +217,9 @@ class RedisSink(Sink):
                 if not isinstance(error, NoPermissionError) and not str(error).startswith("unknown command"):
                     raise
                 if not self._is_warned:
-                    self._say(f"writes do not wait for fsync ({error}): its crash may lose the last of them")
+                    self._say(
+                        f"writes do not wait for fsync ({error}): if the server crashes, the last ones may be lost"
+                    )
                 self._waits_ms, self._is_warned = 0, True
 
     def _write(self, batch: Batch, end: str, how: str = "") -> list[str]:
@@ -243,7 +245,7 @@ class RedisSink(Sink):
         if rejects:
             refused = {one.position for one in rejects}
             self._noted |= {(key, position) for position, key, *_ in changes if position in refused and not how}
-            advice = "Put right what is at the key, then: pgcdc dlq replay"
+            advice = "Fix the value of that key, then run: pgcdc dlq replay"
             raise SinkRejected(f"adapter {self._name}: {rejects[0].text}", advice, rejects)
         return left
 
@@ -290,9 +292,9 @@ class RedisSink(Sink):
             state, *found = self._script(self._keys, [*head, *notes, *args])
         if state == "moved":
             kind = SinkError if int(found[0]) > self._token else SinkUnavailable  # then `open` looks again
-            raise kind(f"adapter {self._name}: another one has written to this target", "Stop one of the two")
+            raise kind(f"adapter {self._name}: another process has written to this target", "Stop one of the two")
         if state == "refused":
-            rejects += [Reject(at, "wrong_type", f"its key has a {kind}") for at, kind in map(str.split, found)]
+            rejects += [Reject(at, "wrong_type", f"its key has the type {kind}") for at, kind in map(str.split, found)]
             return []
         self._at, self._noted = end, set()
         return list(found)

@@ -77,7 +77,7 @@ class RowStore(EventStore):
     def _key_of(self, row: Mapping[str, str | None]) -> str:
         if lacks := [name for name in self._key if row.get(name) is None]:
             raise SinkError(
-                f"an event of table {self._name} comes without {', '.join(lacks)} of its key",
+                f"an event of table {self._name} lacks {', '.join(lacks)} of its key",
                 "The table had another key then. Read it again: pgcdc resync --table",
             )
         if self._key:

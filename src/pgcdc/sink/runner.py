@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -31,6 +30,7 @@ from pgcdc.core.errors import (
     sentences,
 )
 from pgcdc.core.failpoint import hit
+from pgcdc.core.log import say
 from pgcdc.core.position import Position
 from pgcdc.core.relation import ShapeHistory
 from pgcdc.core.state import StateDir
@@ -52,7 +52,7 @@ SAVE_INTERVAL_S = 0.2  # How often the ack is saved during a write
 
 def tell(adapter: str, text: str) -> None:
     """Print one line on the terminal or in the service's log."""
-    print(f"pgcdc: adapter {adapter}: {text}", file=sys.stderr, flush=True)
+    say(text, adapter=adapter)
 
 
 class Runner:
@@ -162,8 +162,8 @@ class Runner:
             part = part.without(self._redelivered)  # what an earlier attempt delivered
             if len(part) and self._is_untouched:
                 raise SinkError(
-                    f"adapter {self.name} has written nothing to this target: which of these events are superseded is known "
-                    "where they were refused",
+                    f"adapter {self.name} has written nothing to this target, so it is unknown which of these "
+                    "events are superseded",
                     "Deliver them to the adapter's own target",
                 )
             if len(part):
@@ -244,9 +244,10 @@ class Runner:
         if self.sink.keeps_position and known is not None and (said is None or said < known):
             where = f"is at {said}" if said is not None else "has no position"
             raise SinkError(
-                f"the target of adapter {self.name} {where}, but everything up to {known} was written to it: the record was "
-                "deleted, it was made with other options, or an older state of the target was restored",
-                "Restore a newer state; or deliver all of it once more: pgcdc resync --new-slot --truncate",
+                f"the target of adapter {self.name} {where}, but everything up to {known} was written to it. "
+                "The record was deleted or made with other options, or an older state of the target was "
+                "restored",
+                "Restore a newer state, or deliver everything again: pgcdc resync --new-slot --truncate",
             )
         reached = max(said or begin, begin)
         if progress.position != reached or progress.written != said or progress.is_rewound:
@@ -319,7 +320,7 @@ class Runner:
                 self.holds.add(held)
                 counters.add(TABLE_RELOADS, len(held), adapter=self.name)
                 for one in held.values():
-                    self._say(f"table {one.table}: {one.reason}. It is read again, and its copy replaced")
+                    self._say(f"table {one.table}: {one.reason}. It is read again and its copy replaced")
                 batch = self.holds.take(batch)
 
     def _check_reload(self, error: ReloadNeeded) -> None:

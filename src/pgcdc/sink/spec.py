@@ -41,24 +41,22 @@ Priority = Literal["critical", "normal", "best-effort"]
 class DeliveryOptions(Options):
     """Delivery settings that every adapter accepts: `<adapter>_<field>` in the configuration."""
 
-    max_retries: int = setting(5, "tries after the first, before the adapter counts as failed", ge=0)
-    backoff_base: Seconds = setting(0.1, "each pause is random between 0 and base * 2^tries", gt=0)
-    backoff_cap: Seconds = setting(30.0, "no pause is longer", gt=0)
-    timeout: Seconds = setting(30.0, "time for one write; then it has failed", gt=0)
+    max_retries: int = setting(5, "retries before the adapter counts as failed", ge=0)
+    backoff_base: Seconds = setting(0.1, "each pause is random between 0 and base * 2^retries", gt=0)
+    backoff_cap: Seconds = setting(30.0, "the longest pause", gt=0)
+    timeout: Seconds = setting(30.0, "time limit for one write", gt=0)
     cb_max_failures: int = setting(
-        5, "failures in a row that open the circuit breaker; 0: none", ge=0, aliases=("cb_failures",)
+        5, "failures in a row that open the circuit breaker; 0: never", ge=0, aliases=("cb_failures",)
     )
-    cb_reset: Seconds = setting(60.0, "time until an open circuit breaker lets one try through", gt=0)
+    cb_reset: Seconds = setting(60.0, "time until an open circuit breaker allows one attempt", gt=0)
     rate_limit: float = setting(0.0, "events per second; 0: no limit", ge=0)
-    rate_limit_burst: int = setting(0, "events at once; 0: as many as in one second", ge=0, aliases=("rate_burst",))
+    rate_limit_burst: int = setting(0, "events at once; 0: those of one second", ge=0, aliases=("rate_burst",))
     on_exhausted: Literal["wait", "dead_letter"] = setting(
-        "wait", "an event whose tries are used up is waited for, or goes to the dead letters"
+        "wait", "when retries run out: wait for the event, or send it to the dead letters"
     )
-    dead_letter_limit: int = setting(
-        1000, "more refused events in a row stop the pipeline; 0: any number may be refused", ge=0
-    )
+    dead_letter_limit: int = setting(1000, "stop the pipeline after more refused events in a row; 0: no limit", ge=0)
     on_drift: Literal["reload", "stop"] = setting(
-        "reload", "a copy of a table that cannot follow its source is replaced, or the adapter stops"
+        "reload", "when a copy of a table cannot follow its source: replace the copy, or stop the adapter"
     )
 
 
@@ -123,13 +121,13 @@ class UrlOptions(SinkOptions):
     """The client package to import. It is also the name of the pgcdc extra, unless `extra` is set."""
     extra: ClassVar[str] = ""
     schemes: ClassVar[tuple[str, ...]] = ()
-    url: str = setting("", "where the target is", secret=True)
-    url_file: PathText | None = setting(None, "the file that holds the URL, instead of url")
+    url: str = setting("", "URL of the target", secret=True)
+    url_file: PathText | None = setting(None, "the file that contains the URL, instead of url")
 
     @model_validator(mode="after")
     def _check_one_url(self) -> Self:
         if bool(self.url) == bool(self.url_file):
-            raise ValueError("url and url_file are both given" if self.url else "url or url_file is needed")
+            raise ValueError("url and url_file cannot be combined" if self.url else "url or url_file is required")
         return self
 
     def read_url(self) -> str:
@@ -140,7 +138,7 @@ class UrlOptions(SinkOptions):
             if parts.scheme in self.schemes and parts.port != 0:  # raises if the port is not a number
                 return url
         raise ConfigError(
-            f"this is no URL of {self.package}", f"Write {' or '.join(f'{one}://...' for one in self.schemes)}"
+            f"this is not a URL of {self.package}", f"Write {' or '.join(f'{one}://...' for one in self.schemes)}"
         )
 
     def place(self) -> str:
@@ -179,7 +177,7 @@ class AdapterSpec:
             if target == other.options.target() != "" and not (is_apart and set(self.routes).isdisjoint(other.routes)):
                 raise ConfigError(
                     f"adapters {other.name} and {self.name} write to the same target: {target}",
-                    "Give each a target of its own",
+                    "Give each its own target",
                 )
 
 
@@ -286,7 +284,7 @@ class Adapters(Mapping[str, type[SinkOptions]]):
         """Like `[]`. ConfigError lists the types and the closest name."""
         if name in self._points:
             return self[name]
-        raise ConfigError(f"there is no adapter {name!r}", suggest(name, self))
+        raise ConfigError(f"adapter {name!r} does not exist", suggest(name, self))
 
 
 def own_adapters() -> dict[str, type[SinkOptions]]:
@@ -318,7 +316,7 @@ def _load(point: EntryPoint) -> type[SinkOptions]:
         ) from error
     if not (isinstance(found, type) and issubclass(found, SinkOptions)):
         raise ConfigError(
-            f"{title} does not keep the contract: its options do not derive from SinkOptions", "See docs/contract.md"
+            f"{title} breaks the contract: its options do not derive from SinkOptions", "See docs/contract.md"
         )
     return found
 
@@ -332,7 +330,7 @@ def make_sink(spec: AdapterSpec) -> Sink:
     sink = spec.options.make()
     if Sink not in type(sink).__mro__ or sink.form not in FORMS:
         what = f"{type(sink).__name__} does not derive from Sink, or has a form that does not exist"
-        raise ConfigError(f"the adapter {spec.type} does not keep the contract: {what}", "See docs/contract.md")
+        raise ConfigError(f"the adapter {spec.type} breaks the contract: {what}", "See docs/contract.md")
     return sink
 
 
@@ -359,13 +357,15 @@ def check_options(spec: AdapterSpec) -> None:
 def check_adapters(specs: Sequence[AdapterSpec]) -> None:
     """Raise ConfigError for adapters that cannot share a pipeline."""
     if not specs:
-        raise ConfigError("no adapter is given", "Name one of pgcdc.adapters")
+        raise ConfigError("no adapter is configured", "Use one of pgcdc.adapters")
     for spec in specs:
         if not isinstance(spec, AdapterSpec):
-            raise ConfigError(f"{spec!r} is no adapter", "Make one with pgcdc.adapters, such as adapters.file(path)")
+            raise ConfigError(
+                f"{spec!r} is not an adapter", "Make one with pgcdc.adapters, such as adapters.file(path)"
+            )
     for number, spec in enumerate(specs):
         if any(spec.name == other.name for other in specs[:number]):
-            raise ConfigError(f"there are two adapters {spec.name}", "Give each a name of its own: name=...")
+            raise ConfigError(f"two adapters are named {spec.name}", "Give each its own name: name=...")
         check_options(spec)
         spec.check_beside(specs[:number])
 

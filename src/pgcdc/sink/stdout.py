@@ -84,7 +84,7 @@ class StdoutSink(Sink):
             os.fstat(self._descriptor)
         except OSError as error:
             raise SinkError(
-                "standard output is closed", "Start with a reader at it, or use another --adapter"
+                "standard output is closed", "Start pgcdc with a reader on it, or use another --adapter"
             ) from error
 
     def open(self, context: SinkContext) -> None:
@@ -116,10 +116,10 @@ class StdoutSink(Sink):
             if error.errno in _MAY_PASS:
                 raise SinkUnavailable(
                     f"standard output cannot be written: {error.strerror}",
-                    "Is the disk of the file full to which it goes? Nothing is lost: it is tried again",
+                    "Is the disk of the output file full? Nothing is lost: it is retried",
                 ) from error
             raise SinkError(
-                f"standard output is closed: {error.strerror}", "Nothing is lost: start again with a reader at the pipe"
+                f"standard output is closed: {error.strerror}", "Nothing is lost: start again with a reader on the pipe"
             ) from error
         if self._begun:
             self._begun.difference_update(given.positions().to_pylist())

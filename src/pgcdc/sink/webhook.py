@@ -49,25 +49,25 @@ class WebhookOptions(ClientOptions, UrlOptions):
     package: ClassVar[str] = "aiohttp"
     extra: ClassVar[str] = "webhook"
     url: Annotated[str, AfterValidator(lambda url: check_url(url) if url else url)] = setting(
-        "", "where events are posted to, https://...; one with a secret better in PGCDC_WEBHOOK_URL", secret=True
+        "", "where to post events, https://...; if it contains a secret, better in PGCDC_WEBHOOK_URL", secret=True
     )
     headers: Headers = setting(
-        {}, "more headers, a mapping in YAML, else lines of Name: value", secret=True, literal=False
+        {}, "additional headers: a mapping in YAML, otherwise lines of Name: value", secret=True, literal=False
     )
-    headers_file: PathText | None = setting(None, "the file with more headers, lines of Name: value")
+    headers_file: PathText | None = setting(None, "the file that contains additional headers, lines of Name: value")
     signing_key: str = setting(
-        "", "key of the signature X-PGCDC-Signature, better in PGCDC_WEBHOOK_SIGNING_KEY", secret=True, literal=False
+        "", "key of the signature X-PGCDC-Signature; better in PGCDC_WEBHOOK_SIGNING_KEY", secret=True, literal=False
     )
-    signing_key_file: PathText | None = setting(None, "the file that holds the key of the signature")
-    batch_size: int = setting(1, "events in a request; more than 1: as a JSON array", ge=1, le=100_000)
+    signing_key_file: PathText | None = setting(None, "the file that contains the key of the signature")
+    batch_size: int = setting(1, "events per request; more than 1: as a JSON array", ge=1, le=100_000)
     gzip: bool = setting(False, "compress requests (Content-Encoding: gzip)")
 
     @model_validator(mode="after")
     def _check_together(self) -> WebhookOptions:
         if self.signing_key and self.signing_key_file:
-            raise ValueError("signing_key and signing_key_file are both given")
+            raise ValueError("signing_key and signing_key_file cannot be combined")
         if self.key_file and not self.cert_file:
-            raise ValueError("key_file is given without cert_file")
+            raise ValueError("key_file needs cert_file")
         return self
 
     def make(self) -> Sink:
@@ -89,10 +89,10 @@ class WebhookOptions(ClientOptions, UrlOptions):
     def check_delivery(self, delivery: DeliveryOptions) -> None:
         if self.request_timeout >= delivery.timeout:
             raise ConfigError(
-                f"request_timeout is {self.request_timeout:g} s, and a write of several requests has "
-                f"{delivery.timeout:g} s (timeout): it would never be given up by itself",
-                "Make request_timeout less than timeout: --webhook-request-timeout, --webhook-timeout; in a mapping of the "
-                "YAML file, request_timeout and timeout",
+                f"request_timeout is {self.request_timeout:g} s, but timeout, for a write of several "
+                f"requests, is only {delivery.timeout:g} s",
+                "Make request_timeout less than timeout: --webhook-request-timeout, --webhook-timeout; in a "
+                "mapping of the YAML file, request_timeout and timeout",
             )
 
     def read_url(self) -> str:
@@ -153,8 +153,8 @@ class WebhookSink(GroupSink):
             ) from None
         if not self._options.allow_private and not any(is_public(str(info[4][0])) for info in found):
             raise SinkError(
-                f"{title}: {redact_url(self._url)} leads to a private address",
-                "Check the URL. If the receiver is inside of your network, say so: allow_private",
+                f"{title}: {redact_url(self._url)} resolves to a private address",
+                "Check the URL. If the receiver is inside your network, set allow_private",
             )
 
     async def send(self, group: Sequence[Record]) -> None:
@@ -177,7 +177,7 @@ class WebhookSink(GroupSink):
         if verdict.error is SinkRejected:
             raise SinkRejected(
                 f"{title} refuses an event: {verdict.text}",
-                "Look at what the receiver says, put it or the event right",
+                "See what the receiver says, and fix it or the event",
                 kind=verdict.kind,
                 text=verdict.text,
             )

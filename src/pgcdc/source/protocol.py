@@ -296,7 +296,7 @@ def check_detector(name: str) -> None:
 def _unknown(what: str, name: str, names: list[str]) -> ConfigError:
     near = difflib.get_close_matches(name.lower(), names, 1)
     known = f"Known {what}s: {', '.join(names)}"
-    return ConfigError(f"there is no {what} {name!r}", f"Did you mean {near[0]}? {known}" if near else known)
+    return ConfigError(f"{what} {name!r} does not exist", f"Did you mean {near[0]}? {known}" if near else known)
 
 
 def make_source(options: SourceOptions | dict[str, Any], kind: str = "") -> Source:

@@ -12,7 +12,6 @@ import errno
 import functools
 import json
 import os
-import sys
 import tempfile
 import time
 import zlib
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from pgcdc.core.errors import PgcdcError
+from pgcdc.core.log import say
 from pgcdc.core.state import Lock, write_json
 
 KEPT = 2  # Archives, of 160 MB each: two installations may alternate
@@ -45,14 +45,14 @@ def folders() -> Iterator[Path]:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not is_safe(folder):
-                say_once(f"no class archive in {folder}: other users may write there. Change its owner or mode")
+                say_once(f"class archive {folder} is not used: other users may write there. Change its owner or mode")
             elif os.access(folder, os.W_OK) or any(folder.glob("classes-*.jsa")):
                 yield folder
             else:
                 raise PermissionError(errno.EACCES, "it is not writable")
         except OSError as error:
             if said != "off":
-                say_once(f"no class archive in {folder}: {error.strerror}")
+                say_once(f"class archive {folder} is not used: {error.strerror}")
 
 
 def is_safe(path: Path) -> bool:
@@ -63,7 +63,7 @@ def is_safe(path: Path) -> bool:
 
 @functools.cache
 def say_once(text: str) -> None:
-    print(f"pgcdc: {text}", file=sys.stderr, flush=True)
+    say(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ class ClassArchive:
         if self.is_whole:
             return f' "-XX:SharedArchiveFile={self.file}" -Xshare:auto -Xlog:cds=off -Xlog:cds+dynamic=off'
         if os.path.exists(self.file):
-            say(f"the class archive {self.file} is not as it was made: Spark starts without it, and it is made again")
+            say(f"the class archive {self.file} has changed: Spark starts without it, and it is created again")
             self.remove()
         return ""
 
@@ -160,7 +160,7 @@ class ClassArchive:
         with contextlib.suppress(OSError):
             asked, maps = (Path(PROC, str(jvm), one).read_text(errors="replace") for one in ("cmdline", "maps"))
             if self.file.name in asked and self.file.name not in maps:
-                say(f"Java refused the class archive {self.file}: it is made again, once a day at most")
+                say(f"Java refused the class archive {self.file}: it is created again, at most once a day")
                 self.fail("Java refused it", self.file.stat().st_mtime)
 
     def take(self, made: Path) -> None:

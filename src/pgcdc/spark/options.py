@@ -42,10 +42,10 @@ _NOT_TYPED = ("tx_metadata", "tx_markers", "schema_events", "sentinel_events")  
 class EventSettings(Options):
     """What events contain."""
 
-    tx_metadata: bool = setting(False, "Events name their transaction: xid, commit time, number.", EVENTS)
-    tx_markers: bool = setting(False, "Also BEGIN and COMMIT events, on pgcdc:_txn.", EVENTS)
-    schema_events: bool = setting(False, "Also an event when a table is altered, on pgcdc:_schema.", EVENTS)
-    sentinel_events: bool = setting(False, "Also an event for each `pgcdc sentinel`, on pgcdc:_sentinel.", EVENTS)
+    tx_metadata: bool = setting(False, "Add the transaction to every event: xid, commit time, number.", EVENTS)
+    tx_markers: bool = setting(False, "Add BEGIN and COMMIT events, on pgcdc:_txn.", EVENTS)
+    schema_events: bool = setting(False, "Add an event when a table is altered, on pgcdc:_schema.", EVENTS)
+    sentinel_events: bool = setting(False, "Add an event for each `pgcdc sentinel`, on pgcdc:_sentinel.", EVENTS)
     invalid_utf8: Literal["error", "replace", "base64"] = setting(
         "error", "Bytes that are not UTF-8: error, replace or base64.", EVENTS, metavar="POLICY"
     )
@@ -62,7 +62,7 @@ class TypedSettings(Options):
     """Typed rows of one table instead of events."""
 
     table: TableName | None = setting(
-        None, "Typed rows of this table instead of events: its own columns. See docs/types.md.", TYPED,
+        None, "Deliver typed rows of this table instead of events: its own columns. See docs/types.md.", TYPED,
         metavar="NAME", example="orders",
     )  # fmt: skip
     changelog: Literal["changes", "zset"] = setting(
@@ -89,22 +89,24 @@ class TypedSettings(Options):
                 flag = name.replace("_", "-")
                 yield Conflict(
                     (name,),
-                    f"--{flag} is for events, not for typed rows",
-                    f"Leave --table or --{flag} out; rows have _xid and _ts",
+                    f"--{flag} cannot be combined with typed rows (--table)",
+                    f"Remove --table or --{flag}; typed rows have _xid and _ts",
                 )
         for name in TypedSettings.model_fields if not self.table else ():
             if self.is_given(name):
                 flag = name.replace("_", "-")
-                yield Conflict((name,), f"--{flag} is for typed rows", "Add --table, or leave it out")
+                yield Conflict((name,), f"--{flag} needs typed rows (--table)", "Add --table, or remove it")
 
 
 class ReaderSettings(Options):
     """The settings that every query of events receives."""
 
     detector: Annotated[str, AfterValidator(partial(checked, check_detector))] = setting(
-        "wal", "Where changes come from: wal, or rate for made-up ones without a database.", "Database"
+        "wal", "Where changes come from: wal, or rate for generated ones without a database.", "Database"
     )
-    max_batch_rows: int = setting(100_000, "At most about this many events a batch.", "Running", metavar="N", ge=1)
+    max_batch_rows: int = setting(
+        100_000, "Read at most about this many events per batch.", "Running", metavar="N", ge=1
+    )
 
 
 class TypedReaderSettings(TypedSettings):
@@ -220,7 +222,7 @@ def _read(name: str, text: str, field: FieldInfo) -> Any:
     """Convert a value of the option map for the model; None if it is unset."""
     if is_switch(field.annotation):
         if text.lower() not in ("true", "false"):
-            raise ConfigError(f"option {name} is {text.lower()!r}", "Give true or false")
+            raise ConfigError(f"option {name} is {text.lower()!r}, not true or false", "Set it to true or false")
         return text.lower() == "true"
     if _choices(field.annotation):
         return text.lower() or None
@@ -245,11 +247,11 @@ def _explain(
     if first["type"] == REFUSED:
         return ConfigError(f"option {shown}: {context['message']}", context["advice"])
     if choices := _choices(field.annotation):
-        return ConfigError(f"option {shown} is {options[name].lower()!r}", f"Give one of: {', '.join(choices)}")
+        return ConfigError(f"option {shown} is {options[name].lower()!r}", f"Use one of: {', '.join(choices)}")
     unit = unit_of(field)
     wanted = {"seconds": "a time like 100ms, 30s or 5m", "bytes": "a size like 512MB"}.get(unit.kind) if unit else ""
     reason = str(first["msg"]).removeprefix("Input should be ")
-    return ConfigError(f"option {shown} is {options.get(name, '')!r}", f"Give {wanted or 'a number'}: {reason}")
+    return ConfigError(f"option {shown} is {options.get(name, '')!r}", f"Set it to {wanted or 'a number'}: {reason}")
 
 
 def _check_typed(found: StreamOptions, given: set[str]) -> None:
@@ -257,16 +259,19 @@ def _check_typed(found: StreamOptions, given: set[str]) -> None:
     if not found.table:
         wrong = sorted(_TYPED.intersection(given))
         if wrong:
-            raise ConfigError(f"option {wrong[0]} is for typed rows", "Name the table with option('table', ...)")
+            raise ConfigError(f"option {wrong[0]} needs typed rows", "Name a table with option('table', ...)")
         return
     found.source.check_table(found.table)
     for name in _NOT_TYPED:
         if getattr(found, name):
-            raise ConfigError(f"option {name} is for events", "Typed rows have the columns _xid, _ts and _ordinal")
+            raise ConfigError(
+                f"option {name} cannot be combined with typed rows",
+                "Remove it: typed rows have the columns _xid, _ts and _ordinal",
+            )
     if found.rows.zset and found.rows.other_shapes:
         raise ConfigError(
-            "a Z-set cannot go on with other columns: old rows would not be taken back as they were added",
-            "Leave option schema_change out",
+            "a Z-set cannot continue with other columns: old rows could not be taken back as they were added",
+            "Remove option schema_change",
         )
 
 
@@ -276,4 +281,4 @@ def check_kind(raw: Mapping[str, str], *, is_batch: bool) -> None:
     wrong = sorted(given - _BATCH - {"url", "table", "detector", *CHOICES} if is_batch else given & _BATCH)
     if wrong:
         kinds = ("spark.readStream", "spark.read") if is_batch else ("spark.read", "spark.readStream")
-        raise ConfigError(f"option {wrong[0]} is for {kinds[0]}, not for {kinds[1]}", "Leave it out")
+        raise ConfigError(f"option {wrong[0]} is for {kinds[0]}, not for {kinds[1]}", "Remove it")

@@ -89,7 +89,7 @@ def check_java() -> str:
     )
     if not java or not Path(java).exists():
         where = f"in JAVA_HOME ({home})" if home else "on the PATH"
-        raise ConfigError(f"Spark needs Java {MINIMUM_JAVA} or newer, and there is no java {where}", advice)
+        raise ConfigError(f"Spark needs Java {MINIMUM_JAVA} or newer, but there is no java {where}", advice)
     try:
         answer = _ask_version(java)
     except OSError as error:
@@ -97,7 +97,7 @@ def check_java() -> str:
     found = re.search(r'version "(?:1\.)?(\d+)', answer)
     if not found or int(found.group(1)) < MINIMUM_JAVA:
         version = found.group(1) if found else "unknown"
-        raise ConfigError(f"Spark needs Java {MINIMUM_JAVA} or newer, and {java} is version {version}", advice)
+        raise ConfigError(f"Spark needs Java {MINIMUM_JAVA} or newer, but {java} is version {version}", advice)
     return answer
 
 
@@ -116,8 +116,8 @@ def check_running(url: str) -> bool:
         if found != url:
             has = "another database in PGCDC_DB" if found else "no PGCDC_DB"
             raise ConfigError(
-                f"Spark was started in this process with {has}: its workers would not read this one",
-                "Set PGCDC_DB before Spark starts, or run each database's pipeline in a process of its own",
+                f"Spark was started in this process with {has}, so its workers would not read this one",
+                "Set PGCDC_DB before Spark starts, or run each pipeline in its own process",
             )
     return SparkContext._active_spark_context is None
 
@@ -348,7 +348,7 @@ def explain_failure(
     if ended := explain_end(error):  # before reading the error: its text may come from the JVM
         return ended
     return find_ours(str(error)) or QueryFailed(
-        f"the Spark query failed: {headline(raised or error)}", "Start pgcdc again: nothing is lost"
+        f"the Spark query failed: {headline(raised or error)}", "Start pgcdc again: no events were lost"
     )
 
 

@@ -123,19 +123,17 @@ def _compare(schema: StructType, known: dict[str, str], what: str) -> None:
     for field in schema.fields:
         if not field.nullable:
             raise ConfigError(
-                f"the schema has {field.name} NOT NULL, but a DELETE or TRUNCATE may leave it empty",
-                "Leave NOT NULL out, and filter the rows that you want",
+                f"column {field.name} is NOT NULL in the schema, but empty in a DELETE or TRUNCATE",
+                "Remove NOT NULL, and filter the rows that you want",
             )
         kind = field.dataType.simpleString()
         if field.name in known and known[field.name] != kind:
             actual = known[field.name]
-            raise ConfigError(
-                f"the schema asks for {field.name} {kind}, but it is {actual} of {what}", f"Write {actual}"
-            )
+            raise ConfigError(f"the schema has {field.name} {kind}, but in {what} it is {actual}", f"Write {actual}")
         if field.name not in known:
             raise ConfigError(
-                f"the schema asks for a column {field.name} {kind}, which {what} does not have",
-                f"There are: {', '.join(f'{name} {text}' for name, text in known.items())}",
+                f"the schema has a column {field.name} {kind}, which {what} lacks",
+                f"Known columns: {', '.join(f'{name} {text}' for name, text in known.items())}",
             )
 
 
@@ -177,12 +175,12 @@ class ChangeReader(StreamReader, SupportsTriggerAvailableNow):
         initial, ack = self._open().claim()
         if ack != initial:
             raise GapError(
-                f"the query has no checkpoint, but consumer {self._options.consumer!r} has acknowledged everything up to "
-                f"{format_lsn(ack.commit)}",
-                "If that was another query, give this one its own name: option('consumer', ...). Else restore the query's "
-                "checkpoint. To begin with what the slot still has, forget the consumer first: "
-                f"pgcdc consumer forget {self._options.consumer} --state-dir {self._options.state_dir} (rows that "
-                "were delivered do not come again then; with all rows: pgcdc resync --new-slot)",
+                f"the query has no checkpoint, but consumer {self._options.consumer!r} has acknowledged "
+                f"everything up to {format_lsn(ack.commit)}",
+                "If that was another query, give this one its own name: option('consumer', ...). Otherwise restore the "
+                "query's checkpoint. To start with what the slot still has, forget the consumer "
+                f"first: pgcdc consumer forget {self._options.consumer} --state-dir {self._options.state_dir} "
+                "(delivered rows are not repeated; to get all rows: pgcdc resync --new-slot)",
             )
         return initial.to_offset()
 

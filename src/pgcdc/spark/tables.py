@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 
 
 RENAMED_ADVICE = (
-    "Read it under its new name: the same consumer goes on there. For another table that has the old name now, use a new "
-    "consumer"
+    "Read it under its new name: the same consumer continues there. For a new table with the old name, use a "
+    "new consumer"
 )
 _FIRST = {"_op": StringType(), "_lsn": LongType(), "_ordinal": LongType(), "_xid": LongType(), "_ts": TimestampType()}
 
@@ -91,15 +91,15 @@ def check_names(table: TypedTable) -> None:
     for column in table.columns:
         if column.name.lower() in taken:
             raise ConfigError(
-                f"table {table.title} has a column {column.name}, which is a name that typed rows use themselves",
-                "Read it as events (leave option `table` out), or ask for its other columns with .schema(...)",
+                f"table {table.title} has a column {column.name}, a name that typed rows reserve",
+                "Read it as events (without option `table`), or select its other columns with .schema(...)",
             )
     lower = [column.name.lower() for column in table.columns]
     for name in lower:
         if lower.count(name) > 1:
             raise ConfigError(
-                f"table {table.title} has two columns named {name}, different only in upper and lower case",
-                "Ask for one of them with .schema(...), or read it as events (leave option `table` out)",
+                f"table {table.title} has two columns named {name}, which differ only in case",
+                "Select one of them with .schema(...), or read it as events (without option `table`)",
             )
 
 
@@ -129,11 +129,11 @@ def read_tables(spark: SparkSession, tables: Iterable[str], **options: str) -> d
     (`report:shop.orders`).
     """
     if isinstance(tables, str):
-        raise ConfigError("read_tables takes a list of tables, not a text", f"Write [{tables!r}], or use read_table")
+        raise ConfigError("read_tables needs a list of tables, not a text", f"Write [{tables!r}], or use read_table")
     names = list(tables)
     titles = [name_table(*split_table(name)) for name in names]
     if not names or len(set(titles)) != len(titles):
-        raise ConfigError("read_tables needs every table once", "Give a list of different tables")
+        raise ConfigError("read_tables needs every table only once", "Pass a list of different tables")
     given = dict(options)
     prefix = given.pop("consumer", "")
     if not any(given.get(name) for name in ("tables", "schemas", "all_tables", "publication")):

@@ -111,17 +111,17 @@ class TypedReader(ChangeReader):
             return SchemaChanged(f"table {table.title} is {now} from {place} on", RENAMED_ADVICE)
         if self._acked > place:
             return SchemaChanged(
-                f"table {table.title} has other columns at {place} than at {self._acked}, up to where consumer "
-                f"{self._options.consumer!r} has acknowledged: the query's checkpoint is older than that",
+                f"table {table.title} has other columns at {place} than at {self._acked}, where consumer "
+                f"{self._options.consumer!r} has acknowledged: the checkpoint is older than that",
                 "Restore the checkpoint that belongs to this state directory, or start with a new consumer",
             )
-        advice = f"{LOAD_AGAIN} and start the query with the same checkpoint: it goes on there, with the new columns"
+        advice = f"{LOAD_AGAIN} and start the query with the same checkpoint: it continues there, with the new columns"
         if self._options.rows.other_shapes:
-            advice += ". A renamed column, or one whose new type does not fit, is not ignored"
+            advice += ". Renamed columns and columns whose new type does not fit cannot be ignored"
         else:
             advice += (
-                ". To go on with the old columns instead (dropped ones are NULL then, renamed ones stop it all the same), "
-                "give option('schema_change', 'ignore')"
+                ". To continue with the old columns (dropped ones become NULL, renamed ones still stop the "
+                "query), set option('schema_change', 'ignore')"
             )
         return SchemaChanged(f"table {table.title} has other columns from {place} on: {table.explain(shape)}", advice)
 

@@ -65,8 +65,8 @@ class Consumers:
             start = self.base if start is None else start
             if start < self.base:
                 raise GapError(
-                    f"consumer {name!r} cannot begin at {start}: changes are kept only after {self.base}",
-                    "Let it begin with what is there, with a new target",
+                    f"consumer {name!r} cannot start at {start}: changes are kept only after {self.base}",
+                    "Start it with the changes that are kept, and with a new target",
                 )
             self._consumers[name] = Consumer(start, start, start.confirmable)
             self._save()
@@ -76,7 +76,7 @@ class Consumers:
         """Drop a consumer that will not come back. Durable when this returns."""
         if name not in self._consumers:
             known = ", ".join(self.names()) or "none"
-            raise ConfigError(f"there is no consumer {name!r}", f"Known consumers: {known}")
+            raise ConfigError(f"consumer {name!r} does not exist", f"Known consumers: {known}")
         self._floor = self.base
         del self._consumers[name]
         self._save()
@@ -86,7 +86,7 @@ class Consumers:
         consumer = self._consumers.get(name)
         if consumer is None:
             raise ConfigError(
-                f"consumer {name!r} was forgotten while its query ran",
+                f"consumer {name!r} was forgotten while its query was running",
                 "Stop the query, or start it again with a new checkpoint",
             )
         if position > consumer.ack:

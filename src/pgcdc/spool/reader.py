@@ -118,14 +118,14 @@ class SpoolReader:
                         yield load_transactions(file.read(record.place[2] - record.place[1]), record, path.name)
             except FileNotFoundError as error:
                 raise SpoolError(
-                    f"index {path.name} is gone", "Stop pgcdc and start again: what is missing is read again"
+                    f"index {path.name} is gone", "Stop pgcdc and start it again: missing changes are read again"
                 ) from error
 
     def after(self, start: Position) -> list[IndexRecord]:
         """The segments that hold changes after `start`."""
         if start < self.base:
             raise GapError(
-                f"the query wants to go on from {start}, but changes are kept only after {self.base}",
+                f"the query wants to continue from {start}, but changes are kept only after {self.base}",
                 "Its checkpoint is older than what was confirmed to the source. Restore the checkpoint that belongs to "
                 "this state directory, or start with a new state directory and a new slot",
             )

@@ -22,8 +22,8 @@ from pgcdc.spool.schema import CHANGES, TRANSACTIONS
 
 Written = tuple[int, int]  # Size in bytes and CRC-32 of a file
 ADVICE = (
-    "Stop pgcdc, delete the folder `spool` in the state directory and start again: "
-    "everything that is not delivered yet is read again from the slot"
+    "Stop pgcdc, delete the folder `spool` in the state directory and start again: everything not delivered "
+    "yet is read again from the slot"
 )
 
 
@@ -73,7 +73,7 @@ def open_segment(path: Path, expected: Written) -> pa.Table:
     except FileNotFoundError as error:
         raise SpoolError(f"segment {path} is missing", ADVICE) from error
     if size != expected[0]:
-        raise SpoolError(f"segment {path} has {size} bytes, its index record says {expected[0]}", ADVICE)
+        raise SpoolError(f"segment {path} has {size} bytes, but its index record says {expected[0]}", ADVICE)
     with pa.memory_map(str(path)) as source:
         if zlib.crc32(source.read_buffer()) != expected[1]:
             raise SpoolError(f"segment {path} is damaged: its checksum does not match", ADVICE)

@@ -65,7 +65,7 @@ class SpoolWriter:
         except OSError as error:
             raise SpoolError(
                 f"the spool {self._folder} cannot be written: {error.strerror}",
-                "Make room on its disk (or lower --spool-limit) and start again: nothing is lost",
+                "Free space on its disk (or lower --spool-limit) and start again: nothing is lost",
             ) from error
 
     def _append(self, batch: CaptureBatch) -> None:

@@ -87,7 +87,7 @@ def mask(
         return from_spec(spec)
     if mode != "hash" or key_env or key_file:
         raise ConfigError(
-            "mask got a key that it does not use", "Give one of key, key_env and key_file, with mode hash"
+            "mask got a key that its mode does not use", "Set one of key, key_env and key_file, with mode hash"
         )
     made = MaskSpec.model_validate(spec)
     made._secret = key.encode() if isinstance(key, str) else key

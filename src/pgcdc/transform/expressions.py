@@ -36,16 +36,19 @@ def check_sql(spark: SparkSession, what: str, transform: Transform) -> None:
             reason = str(error).strip().splitlines()[0].rstrip(".")
             raise ConfigError(f"{what}: {text}: {reason}", advice) from error
         if transform.type == "filter" and not isinstance(kind, BooleanType | NullType):
-            raise ConfigError(f"{what}: {text} is {kind.simpleString()}, not a condition", "Compare it with something")
+            raise ConfigError(f"{what}: {text} is {kind.simpleString()}, not a condition", "Write a comparison")
         if isinstance(kind, ArrayType | MapType | StructType):
             raise ConfigError(
-                f"{what}: {text} is {kind.simpleString()}, not one value", "Make text of it with to_json(...)"
+                f"{what}: {text} is {kind.simpleString()}, not one value", "Convert it to text with to_json(...)"
             )
         if not plan.deterministic():
-            raise ConfigError(f"{what}: {text} is another value each time", "A batch that comes again must be the same")
+            raise ConfigError(
+                f"{what}: {text} gives a different value each time",
+                "Remove it: a repeated batch must give the same events",
+            )
         other = re.search(r"^[+:\- ]*(Aggregate|Window|Generate)\b", plan.toString(), re.MULTILINE)
         if other is not None:
-            raise ConfigError(f"{what}: {text} looks at more than one event", "Use columns of one event only")
+            raise ConfigError(f"{what}: {text} uses more than one event", "Use columns of one event only")
         if plan.subqueriesAll().nonEmpty() and _joins(plan):
             raise ConfigError(
                 f"{what}: {text} joins the events with another table",

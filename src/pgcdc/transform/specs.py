@@ -113,9 +113,9 @@ class RenameFieldsSpec(Transform):
         names = list(fields.values())
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
-            raise ValueError(f"two fields get the name {twice}")
+            raise ValueError(f"two fields would be named {twice}")
         if not all(names):
-            raise ValueError("a field gets an empty name")
+            raise ValueError("a field would have an empty name")
         return fields
 
     @property
@@ -129,17 +129,17 @@ class MaskSpec(Transform):
     type: Literal["mask"] = "mask"
     columns: tuple[str, ...] = Field(min_length=1)
     mode: Literal["zero", "hash", "redact"] = "redact"
-    key_env: str | None = Field(None, description="hash: the variable with the key")
-    key_file: str | None = Field(None, description="hash: the file with the key")
+    key_env: str | None = Field(None, description="hash: the variable that contains the key")
+    key_file: str | None = Field(None, description="hash: the file that contains the key")
     _secret: bytes | None = PrivateAttr(None)
     """The key, if given in Python instead of by the name of a variable or file."""
 
     @model_validator(mode="after")
     def _check_key(self) -> Self:
         if self.mode != "hash" and (self.key_env or self.key_file):
-            raise ValueError(f"mode {self.mode} needs no key; leave key_env and key_file out, or write mode: hash")
+            raise ValueError(f"mode {self.mode} needs no key; remove key_env and key_file, or write mode: hash")
         if self.key_env and self.key_file:
-            raise ValueError("give key_env or key_file, not both")
+            raise ValueError("key_env and key_file cannot be combined; remove one of them")
         return self
 
     @property
@@ -178,7 +178,7 @@ class FilterSpec(Transform):
         for given in operations:
             if given.upper() not in known:
                 close = difflib.get_close_matches(given.upper(), known, n=1)
-                hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+                hint = f"did you mean {close[0]}?" if close else f"known operations: {', '.join(known)}"
                 raise ValueError(f"unknown operation {given}; {hint}")
         return tuple(given.upper() for given in operations)
 
@@ -278,7 +278,7 @@ def from_spec(spec: Any) -> Transform:
             ) from error
     if not isinstance(spec, Transform):
         raise ConfigError(
-            f"{spec!r} is no transform", "Make one with pgcdc.transform, such as transform.drop_columns('a')"
+            f"{spec!r} is not a transform", "Make one with pgcdc.transform, such as transform.drop_columns('a')"
         )
     spec.check()
     return spec
@@ -329,7 +329,7 @@ class Chain:
         for pattern in self.routes:
             if not pattern or re.search(r"\s", pattern):
                 raise ConfigError(
-                    f"route {pattern!r} is no channel pattern", "Write names such as orders, sales.* or pgcdc:_txn"
+                    f"route {pattern!r} is not a channel pattern", "Write names such as orders, sales.* or pgcdc:_txn"
                 )
         transforms = tuple(map(from_spec, self.transforms))
         closed, gone = "", dict[str, str]()
@@ -337,8 +337,8 @@ class Chain:
             _check_names(one, gone)
             if closed and one.type != "filter":
                 raise ConfigError(
-                    f"transform {one.type} stands behind {closed}, which has made text of the event",
-                    f"Put {closed} last, or give it to the adapters that want it; only filters may follow",
+                    f"transform {one.type} comes after {closed}, which turns events into text",
+                    f"Move {closed} to the end, or set it for single adapters; only filters may follow it",
                 )
             closed = one.type if one.is_envelope else closed
         return Chain(transforms, tuple(map(full_pattern, self.routes)))
@@ -367,7 +367,7 @@ def _check_names(one: Transform, gone: dict[str, str]) -> None:
             )
         if name in gone and one.type != "drop_columns":  # dropping a column twice does no harm
             raise ConfigError(
-                f"{one.type} names the column {name}, which an earlier drop_columns leaves out", "Leave it out here"
+                f"{one.type} names the column {name}, which an earlier drop_columns removes", "Remove it here"
             )
     if one.type == "python":  # it may add any column
         gone.clear()

@@ -161,8 +161,8 @@ def need_columns(events: DataFrame, *needed: str) -> None:
     missing = [name for name in needed if name not in events.columns]
     if missing:
         raise ConfigError(
-            f"Debezium's documents need the column {missing[0]} of events",
-            "Ask for it when the stream is loaded: .schema(EVENT_SCHEMA + SHAPE_SCHEMA), both of pgcdc.transform",
+            f"Debezium's envelope needs the column {missing[0]} of events",
+            "Select it when you load the stream: .schema(EVENT_SCHEMA + SHAPE_SCHEMA), both of pgcdc.transform",
         )
 
 
@@ -247,20 +247,20 @@ def load_function(name: str, folder: str | None = None) -> EventFunction:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"python transform {name}: there is no module {error.name}",
+            f"python transform {name}: module {error.name} does not exist",
             f"Put it into {where}, or install it for the Python that runs pgcdc and Spark's workers ({sys.executable})",
         ) from error
     except (Exception, SystemExit) as error:
         raise ConfigError(
             f"python transform {name}: its module cannot be imported: {type(error).__name__}: {error}",
-            "Correct the module",
+            "Fix the module",
         ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
         known = ", ".join(sorted(one for one, value in vars(module).items() if callable(value) and one[0] != "_")[:8])
         raise ConfigError(
             f"python transform {name}: module {module_name} has no function {function_name}",
-            f"It has: {known}" if known else "Write it there: it takes an event (a dict) and returns one, or None",
+            f"It has: {known}" if known else "Define it: it takes an event (a dict) and returns one, or None",
         )
     chosen: EventFunction = function
     return chosen
@@ -307,7 +307,7 @@ def _call(function: EventFunction, event: dict[str, Any], name: str, changed: li
     except Exception as error:
         text = " ".join(str(error).split())
         raise TransformError(
-            f"{place}: {type(error).__name__}: {text}", "Correct the function, then start again"
+            f"{place}: {type(error).__name__}: {text}", "Fix the function, then start again"
         ) from error
     if fault := None if after is None else _find_fault(event, after, changed):
         raise TransformError(f"{place}: {fault[0]}", fault[1])
@@ -320,16 +320,16 @@ def _find_fault(event: dict[str, Any], after: Any, changed: list[str]) -> tuple[
         return f"it returned {type(after).__name__}", "Return the event (a dict), or None to drop it"
     for key, value in event.items():
         if key not in changed and after.get(key) != value:
-            return f"it changed {key}", f"A function may change {', '.join(changed)}, and leaves the rest as it is"
+            return f"it changed {key}", f"A function may change {', '.join(changed)} and must leave the rest unchanged"
     if unknown := sorted(set(after) - set(event)):
-        return f"it added {unknown[0]}", "Put values of your own into row"
+        return f"it added {unknown[0]}", "Put your own values into row"
     for key in changed:
         value = after.get(key)
         if value is None:
             continue
         if key == _UNCHANGED:
             if not isinstance(value, list | tuple) or not all(isinstance(one, str) for one in value):
-                return f"{key} is no list of names", "Return a list of str, or None"
+                return f"{key} is not a list of names", "Return a list of str, or None"
         elif key in ("row", "old"):
             if not isinstance(value, Mapping):
                 return f"{key} is {type(value).__name__}", "Return a dict, or None"
@@ -339,5 +339,5 @@ def _find_fault(event: dict[str, Any], after: Any, changed: list[str]) -> tuple[
         elif not isinstance(value, str):
             return f"{key} is {type(value).__name__}", _AS_TEXT
         elif key == "operation" and value not in Op.__members__:
-            return f"there is no operation {value}", f"There are: {', '.join(Op.__members__)}"
+            return f"unknown operation {value}", f"Use one of: {', '.join(Op.__members__)}"
     return None

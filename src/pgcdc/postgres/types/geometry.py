@@ -35,7 +35,7 @@ def split_numbers(
     values: pa.Array, number: ColumnType, name: str, pattern: str, instead: bytes = b""
 ) -> tuple[Offsets, pa.Array]:
     """The numbers of every value, and those of `instead` for NULL. `pattern` describes the brackets and commas."""
-    require(values, pattern, f"it is no {name}")
+    require(values, pattern, f"it is not a {name}")
     text = ColumnText(values, instead)
     found = text.cut(b"([{<,", b")]}>,")
     offsets = offsets_of(text.begins, found.begins)

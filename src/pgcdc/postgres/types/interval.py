@@ -57,16 +57,16 @@ def split_intervals(values: pa.Array) -> tuple[pa.Array, pa.Array, pa.Array]:
     for part in (months, days):
         beyond |= (part < -(2**31)) | (part >= 2**31)
     if beyond.any():
-        raise Rejected(int(np.argmax(beyond)), "it is beyond the intervals that PostgreSQL has")
+        raise Rejected(int(np.argmax(beyond)), "it is beyond PostgreSQL's range of intervals")
     microseconds = np.where(is_negative, np.uint64(0) - size, size).view(np.int64)
     return pa.array(months, pa.int32()), pa.array(days, pa.int32()), pa.array(microseconds)
 
 
 def _explain(index: int, text: bytes) -> Rejected:
     if text in {b"infinity", b"-infinity"}:
-        advice = "option out_of_range=string gives intervals, dates and times as text"
-        return Rejected(index, f"{text.decode()} is no number of months, days and microseconds", advice)
-    return Rejected(index, "it is no interval in the style iso_8601")
+        advice = "Read intervals, dates and times as text: out_of_range=string"
+        return Rejected(index, f"{text.decode()} is not a number of months, days and microseconds", advice)
+    return Rejected(index, "it is not an interval in the style iso_8601")
 
 
 def read_intervals(values: pa.Array) -> pa.Array:

@@ -54,7 +54,7 @@ def check_options(options: TypeOptions) -> TypeOptions:
     for name, choices in CHOICES.items():
         chosen = getattr(options, name)
         if chosen not in choices:
-            raise ConfigError(f"{name}={chosen} is not a choice for types", f"Use one of {', '.join(choices)}")
+            raise ConfigError(f"{name}={chosen} is not a valid choice", f"Use one of {', '.join(choices)}")
     return options
 
 
@@ -65,7 +65,7 @@ def map_type(catalog: TypeCatalog, oid: int, typmod: int, ndims: int, options: T
         typmod, ndims = info.typmod, info.ndims
         info = catalog.types.get(info.inner)
     if info is None:
-        return _text(Exactness.TEXT, "the type is not known")
+        return _text(Exactness.TEXT, "the type is unknown")
     found = _nested_type(catalog, info, typmod, ndims, options) or _PLAIN.get(info.output)
     if found is not None:
         return found
@@ -88,7 +88,7 @@ def _make_numeric(typmod: int, options: TypeOptions) -> ColumnType:
     # numeric(3,-2) has values up to 99900, numeric(2,4) up to 0.0099.
     digits, places = max(precision - min(scale, 0), scale), max(scale, 0)
     if digits > _MAX_PRECISION:
-        return _text(Exactness.TEXT, f"Spark's DECIMAL has {_MAX_PRECISION} digits at most")
+        return _text(Exactness.TEXT, f"Spark's DECIMAL has at most {_MAX_PRECISION} digits")
     return Decimals(pa.decimal128(digits, places))
 
 
@@ -210,7 +210,7 @@ def _read_rows(values: pa.Array, names: tuple[str, ...], attributes: tuple[Colum
 
 def read_ranges(values: pa.Array, bound: ColumnType) -> pa.Array:
     """A STRUCT of the bounds (NULL if there is none) and whether each bound is included and the range empty."""
-    split.require(values, f"empty|{split.RANGE}", "it is no range, or is not quoted as it should be")
+    split.require(values, f"empty|{split.RANGE}", "it is not a range, or is quoted wrongly")
     is_empty = pc.equal(values, b"empty").fill_null(True)
     found = split.ColumnText(pc.if_else(is_empty, b"(,)", values)).cut(b"[(,", b",)]")
     with rejected_as("a bound", each=2):
@@ -221,7 +221,7 @@ def read_ranges(values: pa.Array, bound: ColumnType) -> pa.Array:
 def read_multiranges(values: pa.Array, bound: ColumnType) -> pa.Array:
     """An ARRAY of ranges."""
     split.require(
-        values, rf"\{{(?:{split.RANGE}(?:,{split.RANGE})*)?\}}", "it is no multirange, or is not quoted as it should be"
+        values, rf"\{{(?:{split.RANGE}(?:,{split.RANGE})*)?\}}", "it is not a multirange, or is quoted wrongly"
     )
     text = split.ColumnText(pc.binary_slice(values, 1, -1))  # without the outer braces
     found = text.cut(b"[(,", b",)]")

@@ -71,7 +71,7 @@ class Decimals(Numbers):
     def _refuse(self, index: int, value: bytes) -> Rejected:
         return Rejected(
             index,
-            f"{shorten(value)} has no place in Spark's {spark_name(self.arrow)}",
+            f"{shorten(value)} does not fit Spark's {spark_name(self.arrow)}",
             "Read numeric columns as text or as doubles: numeric=string, numeric=double",
         )
 
@@ -162,7 +162,7 @@ class Moments(Scalar):
             shown = shorten(values[index].as_py())
             raise Rejected(
                 index,
-                f"{shown} is outside of the years 1 to 9999, which Spark's {spark_name(self.arrow)} has",
+                f"{shown} is outside the years 1 to 9999, the range of Spark's {spark_name(self.arrow)}",
                 "Clamp such values, or read dates and timestamps as text: out_of_range=clamp, out_of_range=string",
             )
         first, last = self._limits()

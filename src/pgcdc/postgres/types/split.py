@@ -161,25 +161,25 @@ def split_arrays(values: pa.Array, depth: int, delimiter: bytes) -> Lists:
     for lists, ends in zip(begins[1:-1], offsets[1:], strict=True):
         owners, sizes = text.owners(lists), np.diff(ends)
         if (is_uneven := sizes != sizes[np.searchsorted(owners, owners)]).any():
-            raise Rejected(int(owners[is_uneven][0]), "its parts are of different lengths")
+            raise Rejected(int(owners[is_uneven][0]), "its parts have different lengths")
     return Lists(offsets, found.leaves)
 
 
 def _explain_array(index: int, text: bytes, depth: int) -> Rejected:
-    advice = "option arrays=string gives arrays as text"
+    advice = "Read arrays as text: arrays=string"
     if text.startswith(b"["):
         return Rejected(index, "its indexes do not start at 1", advice)
     found = len(text) - len(text.lstrip(b"{"))
     if found not in (0, depth) and found <= MAX_DIMENSIONS:
         plural = "s" * (found > 1)
         return Rejected(index, f"an array of {found} dimension{plural} in a column declared with {depth}", advice)
-    reason = "the array has no end, or an element is not quoted as it should be" if found else "it is no array"
+    reason = "the array has no end, or an element is quoted wrongly" if found else "it is not an array"
     return Rejected(index, reason)
 
 
 def split_rows(values: pa.Array, count: int) -> pa.Array:
     """The `count` attributes of each row. For a NULL row every attribute is NULL."""
-    require(values, rf"\({_ATTRIBUTE}(?:,{_ATTRIBUTE})*\)", "it is no row, or is not quoted as it should be")
+    require(values, rf"\({_ATTRIBUTE}(?:,{_ATTRIBUTE})*\)", "it is not a row, or is quoted wrongly")
     text = ColumnText(values, b"(%b)" % (b"," * (count - 1)))
     found = text.cut(b"(,", b",)")
     counts = np.diff(offsets_of(text.begins, found.begins))
@@ -196,7 +196,7 @@ def split_rows(values: pa.Array, count: int) -> pa.Array:
 
 def split_words(values: pa.Array) -> Lists:
     """int2vector, oidvector: numbers separated by spaces."""
-    require(values, "(?:-?[0-9]+(?: -?[0-9]+)*)?", "it is no list of numbers")
+    require(values, "(?:-?[0-9]+(?: -?[0-9]+)*)?", "it is not a list of numbers")
     text = _enclose(values)
     found = text.cut(b"{ ", b" }", has_null=True)
     return Lists([offsets_of(text.begins, found.begins)], found.leaves)
@@ -204,7 +204,7 @@ def split_words(values: pa.Array) -> Lists:
 
 def split_pairs(values: pa.Array) -> Lists:
     """hstore: alternating keys and values; the offsets count both."""
-    require(values, rf"(?:{_PAIR}(?:, {_PAIR})*)?", "it is no hstore, or is not quoted as it should be")
+    require(values, rf"(?:{_PAIR}(?:, {_PAIR})*)?", "it is not an hstore, or is quoted wrongly")
     text = _enclose(values)
     found = text.cut(b"{> ", b"=,}", has_null=True)
     # hstore sorts its keys by length, then by bytes. Checking the order also rules out duplicates.

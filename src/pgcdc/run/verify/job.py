@@ -74,7 +74,9 @@ class Verify:
     def run(self) -> Report:
         begun, identity = time.monotonic(), self.state.identity()
         if identity is None:
-            raise StateError(f"{self.state.path} is not a state directory of pgcdc", "Give --state-dir")
+            raise StateError(
+                f"{self.state.path} is not a state directory of pgcdc", "Set --state-dir to that of the pipeline"
+            )
         self.state.check_whole()
         with self._stack:
             self._lock()
@@ -89,7 +91,7 @@ class Verify:
             self._unread = {one["table"] for one in list_snapshots(self.state) if one["status"] in going}
             self._notebook = Notebook(self.state, self._digest(pairs), resume=self.options.resume)
             if self._notebook.is_resumed:
-                self.say("goes on with the comparison that was interrupted (--no-resume begins again)")
+                self.say("resuming the interrupted comparison (--no-resume starts over)")
             done = [one for one in (self._compare(pair, identity) for pair in pairs) if one is not None]
             if self.options.repair:
                 repair(self.state, done, self._notebook, self.say)
@@ -106,7 +108,9 @@ class Verify:
         lock = Lock(self.state.path / "verify.lock")
         if lock.acquire() is None:
             pid = (Lock.holder(self.state.path / "verify.lock") or {}).get("pid", "?")
-            raise StateError(f"another verify of {self.state.path} runs (process {pid})", "Wait for it, or stop it")
+            raise StateError(
+                f"another verify of {self.state.path} is running (process {pid})", "Wait until it ends, or stop it"
+            )
         self._stack.callback(lock.release)
         lock.write({"pid": os.getpid()})
 
@@ -114,11 +118,12 @@ class Verify:
         is_running = Lock.holder(self.state.run_lock) is not None
         if not is_running and not self.options.at_rest:
             raise StateError(
-                f"the pipeline of {self.state.path} does not run: changes after its acks are not at the targets",
-                "Start it: pgcdc listen; or compare with what is there: --at-rest (later changes count as differences)",
+                f"the pipeline of {self.state.path} is not running, so changes after its acks are not at the targets",
+                "Start it: pgcdc listen. Or compare with what the targets have now: --at-rest (later changes "
+                "count as differences)",
             )
         if self.options.repair and not is_running:
-            raise StateError("only a running pipeline can repair", "Start it: pgcdc listen")
+            raise StateError("only a running pipeline can repair", "Start it with: pgcdc listen")
 
     def _connect(self, url: str) -> Connection:
         conn = connect(url, application_name=NAME, may_retry=False)
@@ -132,8 +137,8 @@ class Verify:
             found = system, replication.info.dbname
         if found != (identity.system, identity.database):
             raise GapError(
-                f"this is database {found[1]} of server {found[0]}, but {self.state.path} belongs to {identity.database} "
-                f"of server {identity.system}",
+                f"this is database {found[1]} of server {found[0]}, but {self.state.path} belongs to "
+                f"{identity.database} of server {identity.system}",
                 "Check --db and --state-dir",
             )
 
@@ -156,7 +161,9 @@ class Verify:
         keys = {key for one in letters for key in _letter_keys(one, pair.target_key)} if pair.key else set[Key]()
         result.dead_letters = len(letters)
         if pair.table.title in self._unread:
-            _add_note(result, "a snapshot of this table is not complete: rows that it will bring count as missing")
+            _add_note(
+                result, "a snapshot of this table is incomplete: rows that it has not delivered yet count as missing"
+            )
         estimate = self._estimate(pair)
 
         def progress(rows: int, is_complete: bool) -> None:
@@ -211,7 +218,7 @@ class Verify:
             if time.monotonic() > deadline:
                 raise StateError(
                     f"adapter {adapter} has been replacing its copy of table {table} for {BARRIER_TIMEOUT_S:.0f} s",
-                    "Verify it when that is done: see pgcdc status",
+                    "Verify it when that has finished: see pgcdc status",
                 )
             time.sleep(POLL_S)
 
@@ -242,7 +249,7 @@ class Verify:
             listed = ", ".join(f"NULL::text AS {quote_identifier(one)}" for one in pair.target_key) or "NULL"
             place = f"(SELECT {listed} WHERE false) AS nothing"
         elif lacks := [after for _, after in pair.kept if after not in there]:
-            _add_note(result, f"{title} has no column {', '.join(lacks)}: NULL is compared there")
+            _add_note(result, f"{title} has no column {', '.join(lacks)}, so NULL is compared there")
         if more := sorted(there.keys() - {after for _, after in pair.kept}):
             _add_note(result, f"{title} also has {', '.join(more)}: not compared")
         keys = order_of(pair.key, here), order_of(pair.target_key, there)

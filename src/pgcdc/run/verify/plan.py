@@ -80,13 +80,13 @@ def plan_pairs(
     names = [spec.name for spec in chains.specs]
     for one in adapters:
         if one not in names:
-            raise ConfigError(f"there is no adapter {one}", suggest(one, names))
+            raise ConfigError(f"adapter {one} does not exist", suggest(one, names))
     wanted = [split_table(one) for one in tables]
     known = {(one.relation.namespace, one.relation.name): one for one in published}
     for table in wanted:
         if table not in known:
             titles = ", ".join(one.title for one in published) or "none"
-            raise ConfigError(f"table {name_table(*table)} is not captured", f"Captured: {titles}")
+            raise ConfigError(f"table {name_table(*table)} is not captured", f"Captured tables: {titles}")
     pairs, left_out = list[Pair](), list[str]()
     for spec in chains.specs:
         if adapters and spec.name not in adapters:
@@ -98,7 +98,7 @@ def plan_pairs(
         pairs += _pairs_of(spec, sink, chains, [one for name, one in known.items() if not wanted or name in wanted])
     if not pairs and (left_out or adapters):
         raise ConfigError(
-            "; ".join(left_out) or "no table goes to these adapters",
+            "; ".join(left_out) or "no table is delivered to these adapters",
             "Adapters that can: pg_table in mode apply, file, redis in mode sync",
         )
     return pairs, left_out
@@ -120,7 +120,7 @@ def _why_not(chain: Chain) -> str:
         if one.type in ("sql", "python") or one.sql:
             return f"the transform {one.type} changes rows, and only Spark can run it"
         if one.type == "filter" and not set(one.operations) >= _ROW_OPERATIONS:
-            return "a filter leaves out operations: the target is not meant to be equal"
+            return "a filter removes operations, so the target is meant to differ"
         if one.is_envelope:
             return f"the transform {one.type} gives events another form"
     return ""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from pgcdc.core.errors import StateError
 from pgcdc.core.state import Lock, StateDir
+from pgcdc.core.wording import counted
 from pgcdc.run.control import ask_snapshots, list_snapshots
 from pgcdc.run.verify.comparing import Comparison
 from pgcdc.run.verify.report import Notebook
@@ -29,7 +30,8 @@ def repair(state: StateDir, comparisons: Sequence[Comparison], notebook: Noteboo
             continue
         if not one.has_key:
             result.notes.append(
-                f"without a key it is repaired as a whole: pgcdc resync --table {result.table} --adapter {result.adapter}"
+                f"without a key, a table is repaired as a whole: pgcdc resync --table {result.table} "
+                f"--adapter {result.adapter}"
             )
             continue
         name = f"repair-{new_id()}"
@@ -37,7 +39,7 @@ def repair(state: StateDir, comparisons: Sequence[Comparison], notebook: Noteboo
         notebook.copy_keys(one.name, path)
         request = {"id": name, "table": result.table, "kind": "repair", "keys_file": str(path)}
         ask_snapshots(state, {"action": "add", **request, "adapters": [result.adapter]})
-        say(f"table {result.table}: {result.wrong:,} rows are sent again to adapter {result.adapter}")
+        say(f"table {result.table}: sending {counted(result.wrong, 'row')} again to adapter {result.adapter}")
         asked[name] = one
     for name, error in _wait(state, list(asked)).items():
         if error:
@@ -54,5 +56,5 @@ def _wait(state: StateDir, names: Sequence[str]) -> dict[str, str]:
         if len(ended) == len(names):
             return ended
         if Lock.holder(state.run_lock) is None:
-            raise StateError("the pipeline ended before everything was repaired", "Start it: it goes on with that")
+            raise StateError("the pipeline ended before the repair was complete", "Start it: it resumes the repair")
         time.sleep(POLL_S)

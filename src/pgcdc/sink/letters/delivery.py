@@ -17,6 +17,7 @@ from pgcdc.core.counters import DEAD_LETTERS, counters
 from pgcdc.core.errors import PgcdcError, Policy, Reject, SinkError, SinkRejected, policy_of, sentences
 from pgcdc.core.failpoint import hit
 from pgcdc.core.position import Position
+from pgcdc.core.wording import counted
 from pgcdc.event.batch import Batch
 from pgcdc.event.forms import RECORD, TRACES, check_traces
 from pgcdc.sink.letters.record import (
@@ -70,15 +71,15 @@ class SetAside:
         unknown = sorted(by_position.keys() - set(positions)) or sorted(out & by_position.keys())
         if unknown:
             raise SinkError(
-                f"adapter {self._adapter} refuses an event at {unknown[0]}, which it was not given",
-                "This is a defect of the adapter. The pipeline stopped; no events were lost",
+                f"adapter {self._adapter} refuses an event at {unknown[0]}, which was not sent to it",
+                "This is a bug in the adapter. The pipeline stopped; no events were lost",
             )
         longest = int(self._rows(whole, out | by_position.keys()).max())
         if 0 < self._limit < longest:
             raise SinkError(
-                f"adapter {self._adapter} refuses {longest:,} events in a row; the last: {rejects[0].kind}: "
+                f"adapter {self._adapter} refuses {counted(longest, 'event')} in a row; the last: {rejects[0].kind}: "
                 f"{rejects[0].text}",
-                "A target that refuses everything is not what dead letters are for: correct it, or raise "
+                "Dead letters are for single events. Fix the target, or raise "
                 f"{self._adapter}_dead_letter_limit (0: no limit). Nothing is lost",
             )
         known = found.events.to_pylist() if _KNOWN.issubset(found.events.column_names) else [None] * len(positions)
@@ -111,7 +112,7 @@ class SetAside:
             raise SinkError(
                 f"the dead letter of the event at {first.position}, which adapter {self._adapter} refused "
                 f"({first.error_kind}: {first.error}), could not be written: {said}",
-                sentences(advice, "Nothing is lost: it comes again at the next start"),
+                sentences(advice, "Nothing is lost: the event is delivered again at the next start"),
             ) from error
         self._recorded |= {letter.position: letter.id for letter in new}
         self.count += len(new)

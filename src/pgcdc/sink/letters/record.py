@@ -33,7 +33,7 @@ class LetterSettings(Options):
         "file", "Where refused events go: file, pg_table, stderr, or none (they are lost).", DEAD, metavar="STORE"
     )
     dlq_file: Path | None = setting(
-        None, "With --dlq file: this one. (default: dead_letters.jsonl in the state directory)", DEAD, metavar="PATH",
+        None, "With --dlq file: the file. (default: dead_letters.jsonl in the state directory)", DEAD, metavar="PATH",
         example="dead_letters.jsonl",
     )  # fmt: skip
     dlq_db: DatabaseUrl = setting(
@@ -211,7 +211,7 @@ class StderrDeadLetters(DeadLetters):
             stream.flush()
         except (OSError, ValueError) as error:  # ValueError: it is closed
             raise SinkError(
-                f"standard error is closed: {error}", "Start with a reader at it, or use --dlq file"
+                f"standard error is closed: {error}", "Start pgcdc with a reader on it, or use --dlq file"
             ) from error
 
 
@@ -224,6 +224,6 @@ class Dropped(DeadLetters):
     def record(self, letters: Sequence[DeadLetter]) -> None:
         for letter in letters:
             self._say(
-                f"event {letter.event_id or '-'} at {letter.position} is dropped (--dlq none): adapter {letter.adapter} "
-                f"refused it: {letter.error_kind}: {letter.error}"
+                f"event {letter.event_id or '-'} at {letter.position} was dropped (--dlq none): adapter "
+                f"{letter.adapter} refused it: {letter.error_kind}: {letter.error}"
             )

@@ -121,7 +121,7 @@ class FileDeadLetters(ReadableDeadLetters):
             return {}
         except (ValueError, KeyError, TypeError) as error:
             raise StateError(
-                f"line {number} of {self.path} is no dead letter", "Repair that line; the others are sound"
+                f"line {number} of {self.path} is not a dead letter", "Fix that line; the others are intact"
             ) from error
         return letters
 
@@ -136,7 +136,7 @@ class FileDeadLetters(ReadableDeadLetters):
             raise StateError(
                 f"the file of dead letters {self.path} cannot be {done}: "
                 + ("its folder does not exist" if is_missing else str(error.strerror)),
-                "Check the folder, its permissions, and that the disk is not full; or choose another one with --dlq-file",
+                "Check the folder, its permissions and free space; or choose another file with --dlq-file",
             ) from error
 
 
@@ -280,7 +280,7 @@ class PgDeadLetters(ReadableDeadLetters):
         (encoding,) = conn.execute("SHOW server_encoding").fetchone() or ("",)
         if encoding not in ("UTF8", "SQL_ASCII"):
             raise SourceError(
-                f"the database of the dead letters is encoded in {encoding}, which does not have every character",
+                f"the database of the dead letters is encoded in {encoding}, which lacks some characters",
                 "Use one in UTF8 (--dlq-db), or --dlq file",
             )
         if not self._exists(conn):

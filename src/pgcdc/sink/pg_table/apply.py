@@ -23,6 +23,7 @@ import pyarrow as pa
 from pgcdc.core.counters import ROWS_MISSED, counters
 from pgcdc.core.position import Position
 from pgcdc.core.relation import OldKind, Op, ShapeChange, ShapeHistory
+from pgcdc.core.wording import counted
 from pgcdc.event.batch import Batch, TableChanges
 from pgcdc.event.changes import settle
 from pgcdc.event.edits import SimpleChain
@@ -85,9 +86,9 @@ class Applier:
             for table, count in missed.items():
                 counters.add(ROWS_MISSED, count, adapter=self._name, table=table)
                 self._say(
-                    f"table {table}: {count} rows that were to be updated or deleted are not at the target "
-                    f"({self.missed[table]} since it connected). Somebody else changes the table, or rows were missing "
-                    "before. Compare and repair it: pgcdc verify --repair"
+                    f"table {table}: {counted(count, 'row')} to update or delete not found at the target "
+                    f"({self.missed[table]} since it connected). Somebody else changes the table, or rows "
+                    "were missing before. Compare and repair it: pgcdc verify --repair"
                 )
             return self._open().targets.see()
         except BaseException:
@@ -217,7 +218,7 @@ class Applier:
             fold = fold_late if source.is_key_deferrable else fold_keyed
             folded = fold(run, places) if key else fold_bag(run)
         except MissingKey as error:
-            text = f"the event of table {source.title} has no value of its key {error}"
+            text = f"the event of table {source.title} lacks the key column {error}"
             raise RowFault("missing_key", text) from None
         self._open().write(source, folded, key)
 

@@ -60,7 +60,7 @@ def follow(
         if not is_new and targets.find(name) is None:
             targets.were_there.discard(name)
         elif not is_new:
-            raise _needed(change, "it was dropped and made again")
+            raise _needed(change, "it was dropped and created again")
         return
     old = targets.name_of((change.before.namespace, change.before.name))
     differences, reason = follow_shape(change, chain)
@@ -70,7 +70,7 @@ def follow(
         return  # created with its first row
     if old != name:
         if old in taken:
-            reason = f"it was renamed from {name_table(*old)}, which another table is called by now"
+            reason = f"it was renamed from {name_table(*old)}, a name that another table has now"
         elif targets.find(old) is None and not is_new:
             reason = f"it was renamed from {name_table(*old)}, and the target has the copy of another table there"
         with targets.together():
@@ -84,7 +84,7 @@ def follow(
         made = {one["column"] for one in differences if one.get("column") in mine and _is_made(targets, target, one)}
         differences = [one for one in differences if one.get("column") not in made]  # another client added them first
         if mine := mine - made:
-            raise _needed(change, f"the target has a column {', '.join(sorted(mine))} that the source did not have")
+            raise _needed(change, f"the target has a column {', '.join(sorted(mine))} that the source lacked")
         with targets.together(target if _is_blind(differences) else None):
             _follow_columns(targets, target, differences, change)
             _follow_key(targets, name, change, chain)
@@ -133,7 +133,7 @@ def rebuild(
                 _alter(targets, left, f"ALTER COLUMN {quote_identifier(column)} DROP NOT NULL")
         target = targets.prepare(source, columns, key)
         _set_key(targets, target, key)
-    targets.say(f"table {target.title} is empty, and gets its rows again")
+    targets.say(f"table {target.title} was emptied; its rows are read again")
 
 
 def _types_of(change: ShapeChange) -> dict[str, tuple[str, ...]]:
@@ -160,11 +160,11 @@ def _rename(targets: Targets, old: TableName, new: TableName) -> str:
         return ""
     if targets.find(new) is not None:
         if new in targets.were_there:  # left by another table that was renamed as well
-            return f"it was renamed from {name_table(*old)}, and the target still has a table of the new name"
+            return f"it was renamed from {name_table(*old)}, but the target still has a table with the new name"
         raise SinkError(
-            f"table {name_table(*old)} was renamed to {name_table(*new)} at the source, but the target has a table of that "
-            "name which is not ours: rows of two tables would be mixed",
-            f"Rename that one: ALTER TABLE {quote_qualified(*new)} RENAME TO ...",
+            f"table {name_table(*old)} was renamed to {name_table(*new)} at the source, but the target has "
+            "another table with that name: their rows would be mixed",
+            f"Rename that table: ALTER TABLE {quote_qualified(*new)} RENAME TO ...",
         )
     action = f"cannot rename table {name_table(*old)} at the target"
     targets.create_schema(new[0], action)
@@ -211,7 +211,7 @@ def _follow_columns(
         had = target.columns.get(one["column"])
         if had is not None and had.is_required and one["column"] not in target.primary_key:
             _alter(targets, target, f"ALTER COLUMN {quote_identifier(one['column'])} DROP NOT NULL")
-            targets.say(f"table {target.title}: column {one['column']} may be empty, the source no longer has it")
+            targets.say(f"table {target.title}: column {one['column']} is now nullable, because the source dropped it")
     renames = {one["from"]: one["to"] for one in found.get("column_renamed", ()) if one["from"] in target.columns}
     replaced = {one["column"]: one for one in found.get("column_replaced", ()) if one["column"] in target.columns}
     added = {one["column"]: one for one in [*found.get("column_added", ()), *replaced.values()]}
@@ -290,7 +290,7 @@ def _retype(targets: Targets, name: TableName, one: Difference) -> None:
             _alter(targets, target, f"{action} ({quoted})::{new}")
     except (psycopg.errors.CannotCoerce, psycopg.errors.DatatypeMismatch):  # written as text, and read again
         _alter(targets, target, f"{action} ({quoted}::text)::{new}")
-    targets.say(f"table {target.title}: column {column} is {new} now, it was {old}")
+    targets.say(f"table {target.title}: type of column {column} changed from {old} to {new}")
 
 
 # --- keys
@@ -324,8 +324,8 @@ def _set_key(targets: Targets, target: TargetTable, key: tuple[str, ...]) -> Non
     if key:
         actions.append(f"ADD PRIMARY KEY ({', '.join(map(quote_identifier, key))})")
     _alter(targets, target, *actions)  # in one statement, which a user can also run without losing the key
-    shown = ", ".join(key) if key else "nothing: rows are found by all their values"
-    targets.say(f"table {target.title}: its key is {shown} now")
+    shown = ", ".join(key) if key else "none (rows are found by all their values)"
+    targets.say(f"table {target.title}: key changed to {shown}")
 
 
 def _alter(targets: Targets, target: TargetTable, *actions: str) -> None:
@@ -337,6 +337,6 @@ def _alter(targets: Targets, target: TargetTable, *actions: str) -> None:
     except psycopg.errors.DependentObjectsStillExist as error:
         raise SinkError(
             f"cannot alter table {target.title} at the target: {error.diag.message_primary}",
-            f"Drop what depends on it there, or run: {', '.join([f'{statement} CASCADE', *more])}",
+            f"Drop the objects that depend on it there, or run: {', '.join([f'{statement} CASCADE', *more])}",
         ) from error
     targets.forget(target.name)

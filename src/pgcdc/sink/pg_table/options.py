@@ -70,7 +70,9 @@ class TargetNames:
         for source, target in self._tables.items():
             if target in targets:
                 both = f"{name_table(*targets[target])} and {name_table(*source)}"
-                raise ConfigError(f"{both} would both go to {name_table(*target)}", "Give one of them another name")
+                raise ConfigError(
+                    f"{both} would both be written to {name_table(*target)}", "Map one of them to another name"
+                )
             targets[target] = source
 
     def _add(self, rule: str) -> None:
@@ -90,7 +92,7 @@ class TargetNames:
             again = table in self._tables
             self._tables[table] = split_table(target, self._schema or "public")
         if again:
-            raise ConfigError(f"there are two rules for {source}", "Leave one of them out")
+            raise ConfigError(f"{source} has two rules", "Remove one of them")
 
     def __call__(self, table: TableName) -> TableName:
         if table in self._tables:
@@ -109,23 +111,23 @@ class PgTableOptions(SinkOptions):
     db: str = setting(
         "", "database URL of the target (default: the source's); better in PGCDC_PG_TABLE_DB", cascade="db", secret=True
     )
-    db_file: str | None = setting(None, "the file that holds the target's database URL")
+    db_file: str | None = setting(None, "the file that contains the target's database URL")
     mode: Literal["append", "apply"] = setting(
-        "append", "append: a row per event; apply: the tables of the source, kept equal"
+        "append", "append: one row per event; apply: keep copies of the source's tables"
     )
     table: Annotated[str, AfterValidator(partial(checked, split_table))] = setting(
-        "pgcdc_events", "append: the table that gets the events"
+        "pgcdc_events", "append: the table that receives the events"
     )
     target_schema: str | None = setting(
-        None, "apply: all tables go to this schema (default: as in the source)", min_length=1
+        None, "apply: write all tables to this schema (default: as in the source)", min_length=1
     )
-    tables: TableRules = setting((), "apply: other names for tables, public.orders=mirror.orders2,sales.*=archive.*")
-    create: bool = setting(True, "create tables that are missing")
+    tables: TableRules = setting((), "apply: rename tables: public.orders=mirror.orders2,sales.*=archive.*")
+    create: bool = setting(True, "create missing tables")
     evolve: Literal["full", "add", "none"] = setting(
         "full", "apply: follow changes of tables: full, add (new columns only) or none"
     )
     origin: str = setting(
-        "", "name of the replication origin; none: without (apply has one by default)", max_length=512
+        "", "name of the replication origin; none: no origin (apply has one by default)", max_length=512
     )
     triggers: Literal["off", "on"] = setting("off", "whether triggers and foreign keys of the target fire")
 
@@ -167,13 +169,14 @@ class PgTableOptions(SinkOptions):
 
     def check(self) -> None:
         if self.db and self.db_file is not None:
-            raise ConfigError("db and db_file are given", "Leave one of them out")
+            raise ConfigError("db and db_file cannot be combined", "Remove one of them")
         if self.db_file is not None and "://" in self.db_file:
             raise ConfigError(
-                "db_file is not the path of a file", "Give the file that holds the URL; the URL itself is `db`"
+                "db_file is not the path of a file",
+                "Name the file that contains the URL; the URL itself goes into `db`",
             )
         if not self.db and self.db_file is None:
-            raise ConfigError("pg_table needs a database", "Give --pg-table-db, or --db: the source's is the default")
+            raise ConfigError("pg_table needs a database", "Set --pg-table-db, or --db: the source's is the default")
         try:
             parse_url(self.resolved().db)
         except SourceError as error:
@@ -182,11 +185,11 @@ class PgTableOptions(SinkOptions):
             for name in _APPLY_ONLY:
                 if getattr(self, name) != type(self).model_fields[name].default:
                     flag = f"--pg-table-{name}".replace("_", "-")
-                    raise ConfigError(f"{flag} is for --pg-table-mode apply", "Add that, or leave it out")
+                    raise ConfigError(f"{flag} needs --pg-table-mode apply", "Add that, or remove it")
             return
         if self.table != type(self).model_fields["table"].default:
             raise ConfigError(
-                "--pg-table-table is for --pg-table-mode append", "For other names, see --pg-table-tables"
+                "--pg-table-table needs --pg-table-mode append", "To rename tables, use --pg-table-tables"
             )
         _ = self.names
 
@@ -242,14 +245,15 @@ def check_captured(options: PgTableOptions, adapter: str, captured: Collection[T
         table = split_table(options.table)
         if table in captured:
             raise SinkError(
-                f"adapter {adapter} writes to table {name_table(*table)}, which this pipeline captures: each event "
-                "would make another one",
-                "Give another --pg-table-table, one that begins with pgcdc_ say, or leave the table out of --tables",
+                f"adapter {adapter} writes to table {name_table(*table)}, which this pipeline captures: each "
+                "event would create another one",
+                "Choose another --pg-table-table (for example one that begins with pgcdc_), or remove the "
+                "table from --tables",
             )
         return
     for table in options.names.loops(captured):
         raise SinkError(
-            f"adapter {adapter} would apply the rows of {name_table(*table)} to a table that it captures",
-            "Give the URL of another database with --pg-table-db, or other names with --pg-table-tables or "
+            f"adapter {adapter} would write the rows of {name_table(*table)} to a table that this pipeline captures",
+            "Set the URL of another database with --pg-table-db, or other names with --pg-table-tables or "
             "--pg-table-target-schema, and capture only the source's tables",
         )

@@ -99,7 +99,7 @@ class PgTableSink(Sink):
 
     def check(self, context: SinkContext) -> None:
         self._bind(context)
-        with self._explain("look at the target"), self._connect() as conn:
+        with self._explain("inspect the target"), self._connect() as conn:
             missing = self._check_target(conn)
             if not self._positions.missing(conn):
                 self._positions.read(conn, context.progress.owner if context.progress.has_owner else "")
@@ -227,7 +227,7 @@ class PgTableSink(Sink):
             ):  # the runner opens again, which explains the problem
                 self.close()
                 where = f"is at {found}, not {written}" if found is not None else "has no row"
-                raise SinkUnavailable(f"{self._positions.title} at the target {where}", "It is looked at again")
+                raise SinkUnavailable(f"{self._positions.title} at the target {where}", "The position is read again")
         assert self._conn is not None
         return self._conn
 
@@ -248,7 +248,7 @@ class PgTableSink(Sink):
         kind, text = describe_fault(error, title)
         return SinkRejected(
             f"adapter {self.name}: the target refuses an event: {text}",
-            "Make the target take it, then deliver it again: pgcdc dlq replay",
+            "Fix the target, then deliver the event again: pgcdc dlq replay",
             kind=kind,
             text=text,
         )
@@ -306,12 +306,12 @@ class Appender:
             add = ", ".join(f"ADD COLUMN {quote_identifier(name)} {COLUMNS[name]}" for name in lacks)
             raise SinkError(
                 f"table {self.title} of the target has no column {', '.join(lacks)} for events",
-                f"Run: ALTER TABLE {self._quoted} {add}; or give another --pg-table-table, which is created",
+                f"Run: ALTER TABLE {self._quoted} {add}; or choose another --pg-table-table, which is created",
             )
         row = conn.execute("SELECT has_table_privilege(%s, 'INSERT')", (self._quoted,)).fetchone()
         if row is None or not row[0]:
             raise SinkError(
-                f"the role {conn.info.user} may not insert into table {self.title} of the target",
+                f"role {conn.info.user} has no INSERT right on table {self.title} of the target",
                 f"Run: GRANT INSERT, SELECT ON {self._quoted} TO {quote_identifier(conn.info.user)}",
             )
         return []
@@ -354,12 +354,13 @@ def check_target(conn: Connection, options: PgTableOptions, adapter: str, identi
     row = conn.execute("SELECT current_setting('transaction_read_only'), pg_is_in_recovery()").fetchone()
     if row is not None and (row[0] == "on" or row[1]):
         raise SinkUnavailable(
-            f"adapter {adapter}: the target {redact(options.db)} takes no writes now",
+            f"adapter {adapter}: the target {redact(options.db)} is read-only",
             "Is it a standby, or is default_transaction_read_only on? Nothing is lost meanwhile",
         )
     if options.mode == "apply" and conn.info.server_version < MERGE_SINCE:
         raise SinkError(
-            f"adapter {adapter} applies with MERGE, which PostgreSQL {conn.info.server_version // 10000} lacks",
+            f"adapter {adapter} applies with MERGE, which PostgreSQL {conn.info.server_version // 10000} does "
+            "not support",
             "Use --pg-table-mode append there, or a newer server",
         )
     publications = identity.details.get("publications") if identity is not None else None
@@ -378,7 +379,7 @@ def make_tables(
     listed = "; ".join(statements)
     if not options.create:
         raise SinkError(
-            f"adapter {adapter}: a table is missing at the target, and create is false", f"Run there: {listed}"
+            f"adapter {adapter}: a table is missing at the target and `create` is false", f"Run there: {listed}"
         )
     schema, role = quote_identifier(options.own_schema), conn.info.user
     try:
@@ -390,7 +391,7 @@ def make_tables(
                 conn.execute(statement.encode())
     except psycopg.errors.InsufficientPrivilege as error:
         raise SinkError(
-            f"the role {role} may not create tables in schema {options.own_schema} of the target: {describe(error)}",
+            f"role {role} cannot create tables in schema {options.own_schema} of the target: {describe(error)}",
             f"Run there: CREATE SCHEMA IF NOT EXISTS {schema}; GRANT USAGE, CREATE ON SCHEMA {schema} TO "
             f"{quote_identifier(role)}; or as its owner: {listed}",
         ) from None

@@ -122,9 +122,9 @@ def choose_key(source: SourceTable, target: TargetTable | None, columns: Collect
         return ()
     missing = ", ".join(quote_identifier(name) for name in source.lost_key if name not in columns)
     raise SinkError(
-        f"rows of table {source.title} come without {missing}, by which rows are found",
-        "Leave the columns of the key as they are, or create the table at the target with a primary key of columns "
-        "that the events have",
+        f"rows of table {source.title} lack {missing}, the key by which rows are found",
+        "Do not drop or rename columns of the key, or create the table at the target with a primary key of "
+        "columns that the events have",
     )
 
 
@@ -190,7 +190,7 @@ class Targets:
         oid, kind = found
         if kind not in ("r", "p", "f"):
             raise SinkError(
-                f"{name_table(*name)} at the target is not a table", "Map the table to another name, with tables"
+                f"{name_table(*name)} at the target is not a table", "Map the table to another name with `tables`"
             )
         columns = {column: TargetColumn(*more) for column, *more in self.conn.execute(_COLUMNS, (oid,))}
         indexes = [(is_primary, tuple(names)) for is_primary, names in self.conn.execute(_INDEXES, (oid,))]
@@ -208,13 +208,14 @@ class Targets:
         if not missing:
             return target
         if self.options.evolve == "full" and self._has_rows(target):
-            raise source.needs(f"the target has no column {', '.join(missing)}, so its rows lack the values")
+            raise source.needs(f"the target has no column {', '.join(missing)}, so its rows lack those values")
         types, note = self.types(source, missing)
         added = ", ".join(f"ADD COLUMN {quote_identifier(column)} {kind}" for column, kind in types.items())
         statement = f"ALTER TABLE {target.sql} {added}"
         if self.options.evolve == "none":
             raise SinkError(
-                f"table {target.title} at the target has no column {', '.join(missing)}, which rows of {source.title} have",
+                f"table {target.title} at the target has no column {', '.join(missing)}, which rows of "
+                f"{source.title} have",
                 f"Run there: {statement}; or set evolve to add",
             )
         self.run(statement, f"cannot add columns to table {target.title} at the target")
@@ -230,9 +231,12 @@ class Targets:
             listed.append(f"PRIMARY KEY ({', '.join(map(quote_identifier, key))})")
         statement = f"CREATE TABLE {quote_qualified(*name)} ({', '.join(listed)})"
         if not self.options.create:
-            raise SinkError(f"table {title} is not at the target", f"Run there: {statement}; or set create to true")
+            raise SinkError(
+                f"table {title} is missing at the target and `create` is false",
+                f"Run there: {statement}; or set create to true",
+            )
         if name in self.were_there:
-            raise source.needs("it is no longer at the target")
+            raise source.needs("it was dropped at the target")
         self.create_schema(name[0], f"cannot create table {title} at the target")
         owned = f"ALTER TABLE {quote_qualified(*name)} OWNER TO {self._role}"
         self.run(statement, f"cannot create table {title} at the target", f"{statement}; {owned}")
@@ -295,7 +299,7 @@ class Targets:
             advice = f"Run there, as its owner: {'; '.join(statement for statement, _ in refused)}"
             if owned is not None:
                 owns = f"ALTER TABLE {owned.sql} OWNER TO {self._role}"
-                advice = f"This role has to do it itself. Run there, as superuser: {owns}"
+                advice = f"This role must create it. Run there, as superuser: {owns}"
             raise SinkError(error.message, advice) from error.__cause__
 
     def run(self, statement: str, action: str, remedy: str = "") -> None:

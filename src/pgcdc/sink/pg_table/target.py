@@ -91,8 +91,8 @@ def set_replica(conn: Connection, say: Say) -> None:
         conn.execute("SET session_replication_role = replica")
     except errors.InsufficientPrivilege:
         say(
-            "triggers and foreign keys of the target's tables fire, since this role may not switch them off. Run as "
-            f'superuser: GRANT SET ON PARAMETER session_replication_role TO "{conn.info.user}" (PostgreSQL 15), or give '
+            "triggers and foreign keys of the target's tables fire, because this role may not disable them. Run as "
+            f'superuser: GRANT SET ON PARAMETER session_replication_role TO "{conn.info.user}" (PostgreSQL 15), or set '
             "--pg-table-triggers on"
         )
 
@@ -111,14 +111,14 @@ def set_origin(conn: Connection, adapter: str, origin: str, say: Say, *, is_want
         advice = f'Run as superuser: GRANT EXECUTE ON FUNCTION {names} TO "{conn.info.user}"'
         if isinstance(error, errors.ConfigurationLimitExceeded):
             advice = (
-                "Raise max_replication_slots (since PostgreSQL 18: max_active_replication_origins), or drop origins that "
-                "nobody uses: pg_replication_origin_drop"
+                "Raise max_replication_slots (since PostgreSQL 18: max_active_replication_origins), or drop "
+                "unused origins with pg_replication_origin_drop"
             )
         if is_wanted:
             raise SinkError(f"adapter {adapter} cannot use a replication origin: {describe(error)}", advice) from None
         say(
-            f"its changes carry no replication origin ({describe(error)}): a capture of the target cannot tell them from "
-            f"others. {advice}"
+            f"changes have no replication origin ({describe(error)}), so a capture of the target cannot tell "
+            f"them from others. {advice}"
         )
         return False
     return True
@@ -151,12 +151,12 @@ _CLASSES = {
     Blame.SETUP: ("",),
 }
 _ADVICE = {
-    "25006": "It takes no writes now: is it a standby, or is default_transaction_read_only on? Nothing is lost meanwhile",
-    "53100": "Make room on the disk of the target; nothing is lost meanwhile",
-    "55P03": "Somebody holds a lock on the table for long: see pg_locks at the target; nothing is lost meanwhile",
-    "55006": "Another session uses the replication origin: one of a run that just ended goes away by itself",
-    "42501": "Give the role of the URL this right at the target",
-    "3F000": "Create the schema, or give the role the right to",
+    "25006": "It is read-only: is it a standby, or is default_transaction_read_only on? Nothing is lost meanwhile",
+    "53100": "Free space on the disk of the target; nothing is lost meanwhile",
+    "55P03": "Another session holds a lock on the table: see pg_locks at the target. Nothing is lost meanwhile",
+    "55006": "Another session uses the replication origin. If that is a run that just ended, wait a moment",
+    "42501": "Grant this right to the role of the URL at the target",
+    "3F000": "Create the schema, or grant the role the right to create it",
     "0A000": "See docs/adapters/pg_table.md",
 }
 _COLUMN = re.compile(r"^COPY [^\n]*?, line \d+, column (.+?)(?:: |$)", re.M)
@@ -214,7 +214,7 @@ def describe_fault(error: psycopg.Error, table: str) -> tuple[str, str]:
     column = error.diag.column_name or (found[1] if found else "")
     text = f"table {table}{f', column {column}' if column else ''}: {describe(error)}"
     if (error.sqlstate or "").startswith("22") and column:
-        text += ". Give the column another type at the target; if a transform masks it, text"
+        text += ". Change the type of the column at the target; if a transform masks it, to text"
     return kind_of(error), text
 
 
@@ -246,9 +246,9 @@ class Positions:
         may, role = conn.execute(rights, (self.quoted, self.quoted)).fetchone() or (True, "")
         if not may:
             raise SinkError(
-                f"adapter {self.adapter}: role {role} may not write to {self.title} at the target",
-                f"Run there: GRANT SELECT, INSERT, UPDATE ON {self.quoted} TO {quote_identifier(role)}; and give it "
-                "its rights on the tables that it keeps: docs/adapters/pg_table.md",
+                f"adapter {self.adapter}: role {role} cannot write to {self.title} at the target",
+                f"Run there: GRANT SELECT, INSERT, UPDATE ON {self.quoted} TO {quote_identifier(role)}; and "
+                "grant its rights on the tables that it writes: docs/adapters/pg_table.md",
             )
         columns = "stream, owner::text, \"position\", coalesce(source, ''), updated_at::text, coalesce(tables, '{}')"
         query = f"SELECT {columns} FROM {self.quoted} WHERE adapter = %s"
@@ -258,15 +258,16 @@ class Positions:
                 described = f"{source}, at {moment}" if source else f"at {moment}"
                 raise SinkError(
                     f"{self.title} at the target has adapter {self.adapter} of another pipeline ({described})",
-                    "Give this adapter a name of its own: {name: ..., type: pg_table}. If the other one is gone for good: "
-                    f"DELETE FROM {self.quoted} WHERE adapter = '{self.adapter}'",
+                    "Rename this adapter: {name: ..., type: pg_table}. If the other pipeline is gone for "
+                    f"good: DELETE FROM {self.quoted} WHERE adapter = '{self.adapter}'",
                 )
             if stream == self._key[1]:
                 try:
                     found = Position.parse(position), set(zip(tables[::2], tables[1::2], strict=True))
                 except ValueError:
                     raise SinkError(
-                        f"{self.title} at the target has {position!r} for adapter {self.adapter}, which is no position",
+                        f"{self.title} at the target has {position!r} for adapter {self.adapter}, which is "
+                        "not a position",
                         "Restore that row from a backup",
                     ) from None
         return found
@@ -294,8 +295,8 @@ class Positions:
     def _write(self, conn: Connection, query: str, values: tuple[str, ...], found: str) -> None:
         if conn.execute(query.encode(), values).rowcount != 1:
             raise SinkUnavailable(
-                f"{self.title} at the target {found} for adapter {self.adapter}: another one writes",
-                "Is a second copy of this pipeline running? It is looked at again",
+                f"{self.title} at the target {found} for adapter {self.adapter}: another process writes to it",
+                "Is a second copy of this pipeline running? The position is read again",
             )
 
     def note_tables(self, conn: Connection, tables: Iterable[TableName]) -> None:

@@ -48,16 +48,16 @@ class WireOptions(Options):
 
     streaming: bool | None = setting(
         None,
-        "Read large transactions while they run. (default: yes, but not with --messages)",
+        "Decode large transactions while they run. (default: yes, but not with --messages)",
         DATABASE,
         example="true",
     )
     two_phase: bool = setting(False, "Decode prepared transactions at PREPARE. PostgreSQL 15, new slots.", DATABASE)
     origin: Literal["any", "none"] = setting(
-        "any", "none: leave out what was replicated to the server. PostgreSQL 16.", DATABASE
+        "any", "none: skip changes that were replicated to the server. PostgreSQL 16.", DATABASE
     )
-    binary: bool = setting(False, "Values travel in binary form; events are the same. PostgreSQL 14.", DATABASE)
-    messages: bool = setting(False, "Also what pg_logical_emit_message writes. PostgreSQL 14.", EVENTS)
+    binary: bool = setting(False, "Receive values in binary form; events are the same. PostgreSQL 14.", DATABASE)
+    messages: bool = setting(False, "Include what pg_logical_emit_message writes. PostgreSQL 14.", EVENTS)
 
     @property
     def streams(self) -> bool:
@@ -73,16 +73,16 @@ class WireOptions(Options):
         for name, since in _SINCE.items():
             if getattr(self, name) not in (False, "any") and major < since:
                 raise SourceError(
-                    f"the option {name} needs PostgreSQL {since}, and this server is {major}",
-                    f"Leave {name} out, or upgrade the server",
+                    f"the option {name} needs PostgreSQL {since}, but this server is {major}",
+                    f"Remove {name}, or upgrade the server",
                 )
 
     def check_slot(self, name: str, two_phase: bool) -> None:
         """Raise unless an existing slot (`two_phase`: it decodes prepared transactions) supports these options."""
         if self.two_phase and not two_phase:
             raise SourceError(
-                f"slot {name!r} was made without two-phase decoding (pg_replication_slots.two_phase)",
-                "Leave two_phase out, or use a new slot that is created with two_phase",
+                f"slot {name!r} was created without two-phase decoding (pg_replication_slots.two_phase)",
+                "Remove two_phase, or use a new slot that is created with two_phase",
             )
 
 
@@ -90,10 +90,13 @@ class ToastOptions(Options):
     """How to handle long values that PostgreSQL does not send because an update did not change them."""
 
     toast: Literal["full", "cache", "mark"] = setting(
-        "mark", "Long values that an update left alone: full (old row), cache, or mark.", EVENTS, metavar="MODE"
+        "mark",
+        "Long values that an update did not change: full (from the old row), cache, or mark.",
+        EVENTS,
+        metavar="MODE",
     )
     toast_cache: bool | None = setting(None, "The same as --toast cache.", EVENTS, example="true")
-    toast_cache_max_entries: int = setting(100_000, "Rows that --toast cache remembers.", EVENTS, metavar="N", ge=1)
+    toast_cache_max_entries: int = setting(100_000, "How many rows --toast cache remembers.", EVENTS, metavar="N", ge=1)
 
     @property
     def effective_toast(self) -> str:
@@ -120,10 +123,12 @@ class PostgresOptions(SourceOptions, Selection, WireOptions, ToastOptions):
         example="postgresql://app@localhost:5432/shop", secret=True,
     )  # fmt: skip
     slot_name: SlotName = setting("pgcdc", "Replication slot; created if it does not exist.", DATABASE, metavar="NAME")
-    persistent_slot: bool | None = setting(None, "Accepted; slots are persistent.", DATABASE, example="true")
+    persistent_slot: bool | None = setting(
+        None, "Always on; the setting is accepted, as slots are persistent.", DATABASE, example="true"
+    )
     temporary_slot: bool = setting(False, "For trials with stdout: no state, ends with the connection.", DATABASE)
     start_from: Literal["slot"] | None = setting(
-        None, "slot: begin with what an existing slot still has.", DATABASE, example="slot"
+        None, "slot: start with what an existing slot still has.", DATABASE, example="slot"
     )
 
     # --- what is captured
@@ -131,7 +136,7 @@ class PostgresOptions(SourceOptions, Selection, WireOptions, ToastOptions):
     publication: str | None = setting(
         None, "Use this existing publication.", TABLES, metavar="NAME", example="shop", min_length=1, max_length=63
     )
-    accept_publication: bool = setting(False, "Go on with a publication that was narrowed on purpose.", TABLES)
+    accept_publication: bool = setting(False, "Continue with a publication that was narrowed on purpose.", TABLES)
 
     # --- existing rows
 
@@ -141,16 +146,18 @@ class PostgresOptions(SourceOptions, Selection, WireOptions, ToastOptions):
     )  # fmt: skip
     snapshot_first: bool | None = setting(None, "The same as --snapshot-mode initial.", SNAPSHOTS, example="true")
     snapshot_table: TableName | None = setting(
-        None, "With --snapshot-first: accepted if it is the one table that is captured.", SNAPSHOTS, metavar="NAME",
+        None, "With --snapshot-first: accepted if it is the only captured table.", SNAPSHOTS, metavar="NAME",
         example="orders",
     )  # fmt: skip
     snapshot_hold_limit: Seconds = setting(
-        6 * 3600.0, "Give the initial snapshot up after this time: 30m, 6h.", SNAPSHOTS, ge=1
+        6 * 3600.0, "Abandon the initial snapshot after this time: 30m, 6h.", SNAPSHOTS, ge=1
     )
     snapshot_chunk_size: int = setting(
         0, "Rows that incremental snapshots read at a time; 0: by time and size.", SNAPSHOTS, metavar="N", ge=0
     )
-    snapshot_chunk_delay: Seconds = setting(0.0, "How long they rest between chunks: 100ms, 2s.", SNAPSHOTS, ge=0)
+    snapshot_chunk_delay: Seconds = setting(
+        0.0, "Pause of incremental snapshots between chunks: 100ms, 2s.", SNAPSHOTS, ge=0
+    )
 
     def resolved(self) -> Self:
         return self if self.db else self.but(db=os.environ.get("PGCDC_DB", ""))
@@ -159,7 +166,7 @@ class PostgresOptions(SourceOptions, Selection, WireOptions, ToastOptions):
         """The database URL, which must be set by now."""
         if not self.db:
             raise ConfigError(
-                "no database is given on this host",
+                "no database is set on this host",
                 "Use option('url', ...) or the variable PGCDC_DB, which executors need as well",
             )
         return self.db
@@ -167,15 +174,15 @@ class PostgresOptions(SourceOptions, Selection, WireOptions, ToastOptions):
     def check_visible(self) -> None:
         if self.db and any("password" in key and value for key, value in parse_url(self.db).items()):
             raise ConfigError(
-                "the option url holds a password, and Spark keeps options in plans and logs",
-                "Put the whole URL into the variable PGCDC_DB and leave the option out, or the password into PGPASSWORD "
-                "or ~/.pgpass",
+                "the option url contains a password, and Spark keeps options in plans and logs",
+                "Put the whole URL into the variable PGCDC_DB and remove the option, or the password into "
+                "PGPASSWORD or ~/.pgpass",
             )
 
     def check_table(self, table: str) -> None:
         if self.tables and split_table(table) not in {split_table(name) for name in self.tables}:
             raise ConfigError(
-                f"table {table} is not among the tables to capture", "Add it to option tables, or leave that out"
+                f"table {table} is not among the tables to capture", "Add it to option tables, or remove that option"
             )
 
     @property
@@ -216,23 +223,25 @@ class PostgresOptions(SourceOptions, Selection, WireOptions, ToastOptions):
         if len(ways) > 1:
             yield Conflict(
                 (ways[1],),
-                f"say which tables to capture, in one way: {ways[0]} and {ways[1]} are given",
-                "Leave one of them out",
+                f"{ways[0]} and {ways[1]} cannot be combined: both select the tables to capture",
+                "Remove one of them",
             )
         if not self.db:
-            yield Conflict((), "no database is given", "Use --db, the variable PGCDC_DB, or `db:` in pgcdc.yaml")
+            yield Conflict((), "no database is set", "Use --db, the variable PGCDC_DB, or `db:` in pgcdc.yaml")
         if not self.has_selection:
             yield Conflict(
                 (),
-                "say which tables to capture, in one way",
-                "Use --tables a,b, --schemas a,b or --all-tables, or --publication with one that exists",
+                "no tables are selected",
+                "Use one of --tables a,b, --schemas a,b, --all-tables, or --publication with an existing one",
             )
         rules = [key for key in ("row_filters", "columns", "generated_columns") if getattr(self, key)]
         if self.uses_existing and rules:
             yield Conflict(
                 (rules[0],),
-                f"publication {self.publication} is yours and is not changed: filters and columns cannot be given for it",
-                "Put them into the publication, or use --tables, --schemas or --all-tables with --publication as our name",
+                f"publication {self.publication} is yours and is not changed, so filters and columns cannot "
+                "be set for it",
+                "Put them into the publication, or use --tables, --schemas or --all-tables and let pgcdc "
+                "create the publication named by --publication",
             )
 
     def _alias_conflicts(self) -> Iterator[Conflict]:
@@ -241,59 +250,59 @@ class PostgresOptions(SourceOptions, Selection, WireOptions, ToastOptions):
             for name, value in meaning.items():
                 said, given, flag = getattr(self, alias), getattr(self, name), f"--{name.replace('_', '-')}"
                 if said and name in self.model_fields_set and given not in (None, value):
-                    text = f"--{alias.replace('_', '-')} does not go with {flag} {given}"
-                    yield Conflict((alias,), text, "Leave one of them out")
+                    text = f"--{alias.replace('_', '-')} cannot be combined with {flag} {given}"
+                    yield Conflict((alias,), text, "Remove one of them")
                 if said is False and given == value:
-                    yield Conflict((alias,), f"{alias} is off and {flag} is {value}", "Leave one of them out")
+                    yield Conflict((alias,), f"{alias} is off, but {flag} is {value}", "Remove one of them")
 
     def _slot_conflicts(self) -> Iterator[Conflict]:
         """The manual has flags for things we always do: we accept them, but they cannot be false."""
         if self.persistent_slot is False and not self.temporary_slot:
             yield Conflict(
                 ("persistent_slot",),
-                "a slot that does not persist loses its place",
+                "a slot must be persistent to keep its place",
                 "For a trial, use --temporary-slot",
             )
         if self.persistent_slot and self.temporary_slot:
             yield Conflict(
-                ("temporary_slot",), "--temporary-slot and --persistent-slot are given", "Leave one of them out"
+                ("temporary_slot",), "--temporary-slot and --persistent-slot cannot be combined", "Remove one of them"
             )
 
     def _snapshot_conflicts(self) -> Iterator[Conflict]:
         if self.snapshot_table is not None and not self.snapshot_first:
             yield Conflict(
                 ("snapshot_table",),
-                "--snapshot-table is for --snapshot-first",
-                "Add --snapshot-first. For rows of a table without a stream: pgcdc snapshot --table",
+                "--snapshot-table needs --snapshot-first",
+                "Add --snapshot-first. To copy rows of a table without a stream: pgcdc snapshot --table",
             )
         elif self.snapshot_table is not None and self.tables != (self.snapshot_table,):
             yield Conflict(
                 ("snapshot_table",),
-                "a new slot begins with the rows of every table that is captured, not of one of them",
-                "Leave --snapshot-table out, or name this table alone in --tables",
+                "a new slot starts with the rows of every captured table, not of one of them",
+                "Remove --snapshot-table, or name only this table in --tables",
             )
         mode, key = self.effective_snapshot_mode, "snapshot_mode" if self.snapshot_mode else "snapshot_first"
         if mode != "never" and self.temporary_slot:
             yield Conflict(
                 (key,),
-                f"snapshot mode {mode} needs a slot that stays: a temporary one loses its place with its connection",
-                "Leave --temporary-slot out, or use --snapshot-mode never",
+                f"snapshot mode {mode} needs a persistent slot: a temporary one loses its place with its connection",
+                "Remove --temporary-slot, or use --snapshot-mode never",
             )
         elif mode != "never" and self.start_from:
             yield Conflict(
                 (key,),
-                f"snapshot mode {mode} is for a new slot: of an old one it is not known which rows it began with",
-                "Leave --start-from out with a new --slot-name, or use --snapshot-mode never",
+                f"snapshot mode {mode} needs a new slot: it is unknown which rows an existing one started with",
+                "Remove --start-from and use a new --slot-name, or use --snapshot-mode never",
             )
 
     def _toast_conflicts(self) -> Iterator[Conflict]:
         if self.is_given("toast_cache_max_entries") and self.effective_toast != "cache":
             yield Conflict(
-                ("toast_cache_max_entries",), "--toast-cache-max-entries is for --toast cache", "Add --toast cache"
+                ("toast_cache_max_entries",), "--toast-cache-max-entries needs --toast cache", "Add --toast cache"
             )
         if self.effective_toast == "cache" and self.origin != "any":
             yield Conflict(
                 ("toast_cache" if self.toast_cache else "toast",),
-                "--toast cache does not go with --origin none: changes that are left out would make its values stale",
+                "--toast cache cannot be combined with --origin none: skipped changes would make its values stale",
                 "Use --toast full or --toast mark",
             )

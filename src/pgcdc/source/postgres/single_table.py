@@ -157,14 +157,15 @@ def check_captured(url: str, identity: Identity, table: str, *, zset: bool) -> N
     if not rows:
         raise ConfigError(
             f"table {name_table(namespace, name)} is not captured by slot {identity.stream!r}",
-            "Stop its queries and start them with option('tables', ...) naming all tables of the slot; or give this query "
-            "its own slot and state_dir. A partitioned table needs a publication with publish_via_partition_root",
+            "Stop its queries and start them with option('tables', ...) naming all tables of the slot; or "
+            "use a separate slot and state_dir for this query. A partitioned table needs a publication with "
+            "publish_via_partition_root",
         )
     if zset and (True,) not in rows:
         raise SourceError(
-            f"of table {name_table(namespace, name)} only inserts are captured by slot {identity.stream!r}: "
-            "a Z-set needs all changes",
-            "Give the table a primary key or REPLICA IDENTITY FULL, end all queries of the slot, and start again",
+            f"slot {identity.stream!r} captures only inserts of table {name_table(namespace, name)}, but a "
+            "Z-set needs all changes",
+            "Give the table a primary key or REPLICA IDENTITY FULL, stop all queries of the slot, and start again",
         )
 
 
@@ -181,9 +182,9 @@ def _sends_root(options: PostgresOptions, identity: Identity | None) -> bool:
 def _partitioned(table: Table) -> SourceError:
     """The error if the publications send the changes of partitions under the partitions' names."""
     return SourceError(
-        f"table {table.name} is partitioned, and its changes come under the names of its partitions",
-        "Begin with a new slot and state directory, without partition_root=false (PostgreSQL 13). Or read the partitions "
-        "one by one",
+        f"table {table.name} is partitioned, and its changes carry the names of its partitions",
+        "Start over with a new slot and state directory, without partition_root=false (PostgreSQL 13). Or "
+        "read the partitions one by one",
     )
 
 
@@ -242,7 +243,7 @@ class PostgresRows:
         url = self.options.resolved().require_db()
         with connect(url, may_retry=False) as conn:
             with self._explained():
-                wrong = f"option where is no condition on {self.title}" if wanted.where else ""
+                wrong = f"option where is not a valid condition on {self.title}" if wanted.where else ""
                 check_condition(conn, names, self.table.sql, [wanted.where], wrong)
             count = wanted.partitions or choose_count(table_bytes(conn, self.table), os.cpu_count() or 1)
             if count == 1 and not wanted.held:

@@ -50,7 +50,9 @@ class PostgresStream:
     def __init__(self, options: PostgresOptions, state: StateDir, spool: SpoolWriter, consumers: Consumers) -> None:
         identity = state.identity()
         if identity is None:
-            raise GapError("the state directory has no identity", "Start pgcdc again: it prepares slot and directory")
+            raise GapError(
+                "the state directory has no identity", "Start pgcdc again: it prepares the slot and the directory"
+            )
         self._options = options
         publications = self._publications = SlotDetails.of(identity).names
         self._consumers = consumers
@@ -76,7 +78,7 @@ class PostgresStream:
             options.db, slot=options.slot_name, publications=publications, start_lsn=spool.resume_lsn,
             confirmed_lsn=consumers.confirmed_lsn, relations=spool.relations, spill_dir=state.spool,
             application_name=self._name, temporary=options.temporary_slot, options=options,
-            on_notice=lambda text: logger.warning("the server says: %s", text), check=self._guard.check_server,
+            on_notice=lambda text: logger.warning("the server reports: %s", text), check=self._guard.check_server,
         )  # fmt: skip
         self._shapes.on_mark = self._capture.rename
         self._watch.leaves = self._capture.leaves
@@ -306,7 +308,7 @@ class PostgresStream:
     def target(self) -> int:
         """The current WAL flush position."""
         if self._sql is None:
-            raise ConnectionLost("the server is not connected")
+            raise ConnectionLost("there is no connection to the server")
         with lost_on_error():
             row = self._sql.execute("SELECT pg_current_wal_flush_lsn() - '0/0'::pg_lsn").fetchone()
         assert row is not None

@@ -76,7 +76,7 @@ class PostgresSource:
 
     def captured(self, identity: Identity) -> list[Relation]:
         names = SlotDetails.of(identity).names
-        with explain_errors("look at the columns"), connect(self.options.db, may_retry=False) as sql:
+        with explain_errors("read the columns"), connect(self.options.db, may_retry=False) as sql:
             return [one.relation for one in read_published(sql, names)]
 
     def prepare(self, state: StateDir, *, consumer: str, say: Callable[[str], object] = lambda text: None) -> Prepared:
@@ -119,10 +119,10 @@ class PostgresSource:
                 different.append(f"{name}={mine}")
         if different:
             raise ConfigError(
-                f"the capture of slot {identity.stream!r} is running with {', '.join(said) or names[0]}; this query asks "
-                f"for {', '.join(different)}",
-                "Give the same options in every query of a slot (a typed query may name nothing but its table), stop the "
-                "other queries first, or use another slot and state_dir",
+                f"the capture of slot {identity.stream!r} is running with {', '.join(said) or names[0]}, but "
+                f"this query sets {', '.join(different)}",
+                "Use the same options in every query of a slot (a typed query may set only its table), stop "
+                "the other queries first, or use another slot and state_dir",
             )
 
     def open(self, token: Token, state: StateDir, spool: SpoolWriter, consumers: Consumers) -> PostgresStream:

@@ -51,7 +51,7 @@ INT8, TEXT = 20, 25  # PostgreSQL's numbers for these types
 BATCH_ROWS = 16_384
 SERVER_FILE = "rate.json"
 _LETTERS = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz0123456", np.uint8)
-_NO_REQUESTS = ("made-up tables have no snapshots beside the stream", "Use --rate-existing-rows")
+_NO_REQUESTS = ("generated tables have no incremental snapshots", "Use --rate-existing-rows")
 
 
 def _check_same(options: RateOptions, known: Identity) -> None:
@@ -59,8 +59,8 @@ def _check_same(options: RateOptions, known: Identity) -> None:
     changed = sorted(name for name in asked if before.get(name) != asked[name])
     if changed or known.kind != options.kind:
         raise GapError(
-            f"the changes of this state directory are others: {', '.join(changed) or known.kind}",
-            "Use the settings that it began with, or another --state-dir",
+            f"this state directory was created with other settings: {', '.join(changed) or known.kind}",
+            "Use its original settings, or another --state-dir",
         )
 
 
@@ -79,7 +79,7 @@ class RateSource:
             self.options.check()
             if (known := state.identity()) is not None:
                 _check_same(self.options, known)
-            yield Finding("source", "ok", f"{self.options.rate_rows_per_second:g} made-up changes a second")
+            yield Finding("source", "ok", f"{self.options.rate_rows_per_second:g} generated changes a second")
         except PgcdcError as error:
             yield Finding("source", "failed", error.message, error.advice)
 
@@ -122,22 +122,22 @@ class RateSource:
 
     def typed_columns(self, state: StateDir, wanted: ColumnsQuery) -> tuple[TypedColumn, ...]:
         if wanted.zset:
-            raise ConfigError("made-up changes have no old rows, which a Z-set needs", "Leave option changelog out")
+            raise ConfigError("generated changes have no old rows, which a Z-set needs", "Remove option changelog")
         return tuple(_typed(column, wanted.types) for column in self._find(wanted.table).columns)
 
     def check_captured(self, identity: Identity, table: str, *, zset: bool) -> None:
         self._find(split_table(table))
 
     def snapshot(self, table: str, types: TypeOptions) -> TableRows:
-        raise ConfigError("made-up tables are a stream and nothing else", "Use spark.readStream")
+        raise ConfigError("generated tables can only be read as a stream", "Use spark.readStream")
 
     def _find(self, name: tuple[str, str]) -> Relation:
         for one in self.tables():
             if (one.namespace, one.name) == name:
                 return one
         raise ConfigError(
-            f"there is no made-up table {name_table(*name)}",
-            f"They are rate_1 to rate_{self.options.rate_tables}: see rate_tables",
+            f"generated table {name_table(*name)} does not exist",
+            f"Existing ones are rate_1 to rate_{self.options.rate_tables}: see rate_tables",
         )
 
 
@@ -154,14 +154,14 @@ class RateStream:
         self._server = state.path / SERVER_FILE
         known = read_json(self._server)
         if known is None:
-            raise GapError("the made-up log is gone", "Begin with a new --state-dir")
+            raise GapError("the log of generated changes is gone", "Start with a new --state-dir")
         self._began_us: int = known["began_us"]
         self.confirmed: int = known["confirmed"]
         first = int(token.value or FIRST_COMMIT)
         if first < self.confirmed:
             raise GapError(
-                f"changes are wanted after {first}, and all up to {self.confirmed} are confirmed and gone",
-                "Begin with a new --state-dir",
+                f"changes are requested after {first}, but all up to {self.confirmed} are confirmed and gone",
+                "Start with a new --state-dir",
             )
         self._made_up = MadeUp(options, spool.relations)
         self.reached = max(first, spool.resume_lsn)  # transactions in between are omitted

@@ -44,7 +44,7 @@ class SlotDetails:
         if identity.kind != PostgresOptions.kind:
             raise GapError(
                 f"this state directory belongs to a source of kind {identity.kind}, not {PostgresOptions.kind}",
-                "Use the settings that it began with, or another --state-dir",
+                "Use its original settings, or another --state-dir",
             )
         return cls(**identity.details)
 
@@ -72,19 +72,20 @@ def check_identity(known: Identity, system: str, timeline: int, database: str, s
     if known.stream != slot:
         raise GapError(
             f"this state directory belongs to slot {known.stream!r}, not to {slot!r}",
-            "Give every slot its own --state-dir",
+            "Use a separate --state-dir for every slot",
         )
     if known.system != system:
         raise GapError(
-            f"the server is another one: its system identifier is {system}, "
-            f"this state directory belongs to {known.system}",
-            "Check --db. If the database was restored or moved on purpose, the sinks can follow it: pgcdc resync --new-slot",
+            f"this is another server: its system identifier is {system}, but this state directory belongs to "
+            f"{known.system}",
+            "Check --db. If the database was restored or moved on purpose, let the targets follow it: pgcdc "
+            "resync --new-slot",
         )
     if (before := SlotDetails.of(known).timeline) != timeline:
         raise GapError(
-            f"the server is on timeline {timeline}, this state directory was written on timeline {before}: "
-            "there was a failover or a point-in-time recovery, and changes may be missing",
-            "Bring the sinks to what this server has: pgcdc resync --new-slot",
+            f"the server is on timeline {timeline}, but this state directory was written on timeline "
+            f"{before}: after a failover or point-in-time recovery, changes may be missing",
+            "Bring the targets back to this server's state: pgcdc resync --new-slot",
         )
     if known.database != database:
         raise GapError(
@@ -98,8 +99,8 @@ class Narrowed(GapError):
 
 
 _ADVICE = (
-    "If that was meant, go on with --accept-publication: what was not sent meanwhile is not delivered. Otherwise begin with "
-    "a new slot and bring the sinks back: pgcdc resync --new-slot"
+    "If that was intended, continue with --accept-publication: changes not sent meanwhile are not delivered. "
+    "Otherwise repair the targets with a new slot: pgcdc resync --new-slot"
 )
 
 _READ = """
@@ -205,11 +206,11 @@ def _follow_names(conn: Connection, old: Fingerprint, now: Fingerprint) -> Narro
             continue
         name = name_table(schema, table)
         return Narrowed(
-            f"another table has the name {name} now, and it is not in publication {publication}: its changes are not sent",
-            "The table of before was dropped or renamed. To go on with the new one from now on, start with "
-            "--accept-publication (put it into your own publication first; into ours the start puts it): what was "
-            "written to it until then is not delivered. Otherwise begin with a new slot and bring the sinks "
-            "back: pgcdc resync --new-slot",
+            f"another table has the name {name} now and is not in publication {publication}: its changes are not sent",
+            "The previous table was dropped or renamed. To capture the new one from now on, start with "
+            "--accept-publication (add it to your own publication first; pgcdc adds it to its own): what was "
+            "written to it until then is not delivered. Otherwise repair the targets with a new slot: pgcdc "
+            "resync --new-slot",
         )
     for (schema, table), (publication, oid) in moved.items():
         current[publication]["names"].setdefault(oid, [schema, table])
@@ -231,10 +232,10 @@ def compare(old: Fingerprint, now: Fingerprint, existing: Existing) -> GapError 
     for before in old:
         name, after = before["name"], current.get(before["name"])
         if after is None:
-            advice = "Start with a new state directory and slot: what was changed since then cannot be read any more"
+            advice = "Start with a new state directory and slot: changes made since then can no longer be read"
             return GapError(f"publication {name} was dropped or is no longer used", advice)
         if after["oid"] != before["oid"]:
-            message = f"publication {name} was dropped and created again: changes in between were not sent"
+            message = f"publication {name} was dropped and created again: changes between were not sent"
             return GapError(message, "Start with a new state directory and slot, and reload the targets")
         for message, undo in _narrowed(before, after, existing):
             command = f"To undo it, run ALTER PUBLICATION {quote_identifier(name)} SET ({undo}). " if undo else ""
@@ -262,9 +263,9 @@ def _narrowed(before: dict[str, Any], after: dict[str, Any], existing: Existing)
             if member in members:
                 yield (
                     (
-                        f"publication {name} has another row filter or column list for {title}, or was without it for a "
-                        "while: not everything was sent since then"
+                        f"publication {name} has another row filter or column list for {title}, or lacked it "
+                        "for a while: not everything was sent since then"
                     ),
                     "",
                 )
-            yield f"{title} was taken out of publication {name}: its changes were not sent since then", ""
+            yield f"{title} was removed from publication {name}: its changes were not sent since then", ""

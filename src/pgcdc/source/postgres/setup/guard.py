@@ -262,9 +262,11 @@ class ShapeObserver:
                 records.append(known)
             elif known.after != shape:
                 raise StateError(
-                    f"table {shape.namespace}.{shape.name} has another shape at {position} than {self._path} says",
-                    "The file is not of this slot, or the server decodes its WAL otherwise than before: please report "
-                    "it. To go on, begin with a new slot: pgcdc resync --new-slot",
+                    f"table {shape.namespace}.{shape.name} has another shape at {position} than recorded in "
+                    f"{self._path}",
+                    "The file belongs to another slot, or the server decodes its WAL differently than "
+                    "before: please report it. To continue, start over with a new slot: pgcdc resync "
+                    "--new-slot",
                 )
             current[shape.oid] = known
         if records:

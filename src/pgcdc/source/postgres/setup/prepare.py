@@ -68,7 +68,10 @@ def prepare(
     try:
         with state.claim(lock, LOCK_TIMEOUT_S) as taken:
             if not taken:
-                raise StateError(f"another process prepares {state.path}", "Wait for it, or use another --state-dir")
+                raise StateError(
+                    f"another process is preparing {state.path}",
+                    "Wait until it has finished, or use another --state-dir",
+                )
             if not is_resync:
                 state.check_whole()
             check_others(options, state, consumer)
@@ -106,9 +109,9 @@ def _prepare(
         undo.pop_all()
     tables = frozenset(table for one in publications for table in one.tables)
     notes = (
-        *(f"{text}; this holds for what is written from now on" for one in publications for text in one.changed),
+        *(f"{text}; this applies to what is written from now on" for one in publications for text in one.changed),
         *(text for one in publications for text in one.kept),
-        *(f"table {table} is no longer captured: it was left out of --tables" for table in sorted(before - tables)),
+        *(f"table {table} is no longer captured: it was removed from --tables" for table in sorted(before - tables)),
         *partly_captured(publications),
     )
     return Prepared(identity, tables, notes, partial(drop_publications, options, created))
@@ -128,9 +131,9 @@ def check_others(options: PostgresOptions, state: StateDir, consumer: str) -> No
     if others and not options.uses_existing and not options.covers(details.selection):
         said = ", ".join(f"{name}={value}" for name, value in details.asked.items())
         raise ConfigError(
-            f"slot {known.stream!r} captures {said} for {', '.join(others)} as well: they would lose what is left out",
-            "Name all of it; or use another slot and state directory; or forget them first: "
-            f"pgcdc consumer forget NAME --state-dir {state.path}",
+            f"slot {known.stream!r} also captures {said} for {', '.join(others)}, which would lose what is removed",
+            "Name all of it; or use another slot and state directory; or forget them first: pgcdc consumer "
+            f"forget NAME --state-dir {state.path}",
         )
 
 
@@ -163,9 +166,9 @@ def check_slot(options: PostgresOptions, state: StateDir, server: ServerInfo) ->
         return known
     if slot is not None and known is None and options.start_from != "slot":
         raise GapError(
-            f"slot {name!r} exists (it stands at {format_lsn(slot.confirmed_flush_lsn or 0)}), but the "
-            f"state directory {state.path} is new: what was delivered is not known",
-            "If the state directory was lost, restore it. To deliver everything that the slot still has, give "
+            f"slot {name!r} exists (at {format_lsn(slot.confirmed_flush_lsn or 0)}), but the state directory "
+            f"{state.path} is new: it is unknown what was delivered",
+            "If the state directory was lost, restore it. To deliver everything that the slot still has, use "
             "--start-from slot. Otherwise use another --slot-name, or drop the slot: pgcdc slot drop",
         )
     return None
@@ -188,7 +191,7 @@ def _publication_names(options: PostgresOptions, known: Identity | None) -> tupl
     if used and names != used:
         raise GapError(
             f"this state directory belongs to publication {used[0]}, not to {names[0]}",
-            f"Give --publication {used[0]}, or start with a new slot and a new --state-dir",
+            f"Use --publication {used[0]}, or start with a new slot and a new --state-dir",
         )
     return names
 
@@ -268,7 +271,7 @@ def follow_tables(options: PostgresOptions, state: StateDir) -> tuple[Publicatio
     """Add newly created tables to our publications (--all-tables, --schemas)."""
     lock = Lock(state.identity_lock)
     if lock.acquire(timeout_s=2.0) is None:
-        raise StateError(f"another process prepares {state.path}", "It is tried again")
+        raise StateError(f"another process is preparing {state.path}", "It is retried")
     try:
         known = state.identity()
         assert known is not None

@@ -135,7 +135,7 @@ def ensure(
                 for one in wanted
             }
             replaced = [one for one in wanted if one.oid in now and now[one.oid] != meant[one.oid]]
-            changed += [f"the row filter or columns of table {table.name} were changed" for table in replaced]
+            changed += [f"the row filter or columns of table {table.name} changed" for table in replaced]
             dropped = [one for one in everything if one.oid in now and one.oid not in meant]
             added = [one for one in wanted if one.oid not in now or one in replaced]
             if dropped or replaced:
@@ -152,7 +152,7 @@ def ensure(
     told = tuple(table.name for table in incomplete)
     roots = [table.name for table in chosen if table.kind == "p"] if via_root != selection.partition_root else []
     names_of = "that of their root" if via_root else "their own names"
-    kept = tuple(f"partitions of table {name} keep {names_of}: the slot began that way" for name in roots)
+    kept = tuple(f"partitions of table {name} keep {names_of}, as when the slot was created" for name in roots)
     return PublicationInfo(made[0], sent[0], (), tuple(changed), kept), PublicationInfo(made[1], sent[1], told)
 
 
@@ -168,7 +168,7 @@ def _check_owner(found: dict[str, Any], slot: str) -> None:
     name, owner = found["name"], found["owner"]
     if owner is not None and owner != slot:
         raise SourceError(
-            f"publication {name} belongs to the pipeline of slot {owner}, which changes it as it needs",
+            f"publication {name} belongs to the pipeline of slot {owner}",
             f"Use another name with --publication. If that pipeline is gone: DROP PUBLICATION {quote_identifier(name)}",
         )
 
@@ -180,7 +180,7 @@ def _check_ours(found: dict[str, Any], operations: tuple[str, ...], slot: str) -
         advice = f"Use it as it is with --publication {name}, or drop it: DROP PUBLICATION {sql}"
         raise SourceError(f"publication {name} exists and is not managed by pgcdc", advice)
     if found["publish"] != list(operations):
-        advice = f"If the changes missed do not matter: DROP PUBLICATION {sql}, and start with a new slot"
+        advice = f"If the missed changes do not matter: DROP PUBLICATION {sql}, and start with a new slot"
         raise SourceError(f"publication {name} was changed: it publishes {', '.join(found['publish'])}", advice)
 
 
@@ -191,7 +191,7 @@ def _check_schemas(conn: Connection, selection: Selection) -> None:
     known = sorted(row[0] for row in rows)
     for name in selection.schema_names:
         if name not in known:
-            raise SourceError(f"schema {name} does not exist", f"Check --schemas. There are: {', '.join(known)}")
+            raise SourceError(f"schema {name} does not exist", f"Check --schemas. Existing schemas: {', '.join(known)}")
 
 
 def _check_rules(rules: Rules, tables: Sequence[Table]) -> None:
@@ -199,7 +199,7 @@ def _check_rules(rules: Rules, tables: Sequence[Table]) -> None:
     for schema, table in rules:
         if (schema, table) not in names:
             raise SourceError(
-                f"a row filter or columns are given for table {name_table(schema, table)}, which is not captured",
+                f"a row filter or columns are set for table {name_table(schema, table)}, which is not captured",
                 "Check --row-filter and --columns: write table=... or schema.table=...",
             )
 
@@ -253,7 +253,7 @@ def _explain_rights(conn: Connection, text: str, statements: Sequence[str], tabl
     advice = (
         f"Run as a superuser: {script}; and use --publication" if foreign else f"Run as the database's owner: {grant}"
     )
-    return SourceError(f"no right to publish the tables: {reason}", advice)
+    return SourceError(f"the role may not publish the tables: {reason}", advice)
 
 
 # --- row filters and column lists, as the server understands them
@@ -302,13 +302,13 @@ def check_version(version: int, *, has_rules: bool, generated_columns: bool) -> 
     major = version // 10000
     if has_rules and version < RULES_SINCE:
         raise SourceError(
-            f"row filters and column lists need PostgreSQL 15, and this is {major}",
-            "Leave --row-filter and --columns out, and filter where the events are used",
+            f"row filters and column lists need PostgreSQL 15, but this is {major}",
+            "Remove --row-filter and --columns, and filter where the events are used",
         )
     if generated_columns and version < GENERATED_SINCE:
         raise SourceError(
-            f"generated columns are published since PostgreSQL 18, and this is {major}",
-            "Leave --generated-columns out, and compute them where the events are used",
+            f"generated columns are published since PostgreSQL 18, but this is {major}",
+            "Remove --generated-columns, and compute them where the events are used",
         )
 
 
@@ -347,14 +347,16 @@ def _probe(conn: Connection, table: Table, rule: Rule, via_root: bool) -> None:
     except psycopg.errors.InsufficientPrivilege as error:
         text = " ".join(str(error.diag.message_primary).split())
         grant = f"GRANT CREATE ON DATABASE {quote_identifier(conn.info.dbname)} TO {quote_identifier(conn.info.user)}"
-        message = f"no right to publish table {table.name} with a row filter or columns: {text}"
+        message = f"the role may not publish table {table.name} with a row filter or columns: {text}"
         raise SourceError(message, f"Run as the owner of table and database: {grant}; or use --publication") from None
     except (psycopg.ProgrammingError, psycopg.NotSupportedError, psycopg.DataError) as error:
         text = " ".join(str(error.diag.message_primary or error).split())
         detail = " ".join(str(error.diag.message_detail or "").split())
         reason = f"{text} ({detail.rstrip('.')})" if detail else text
         advice = _advise(table, rule, via_root)
-        raise SourceError(f"what is wanted of table {table.name} is refused: {reason}", advice) from None
+        raise SourceError(
+            f"PostgreSQL refuses the row filter or columns of table {table.name}: {reason}", advice
+        ) from None
 
 
 def _advise(table: Table, rule: Rule, via_root: bool) -> str:
@@ -366,14 +368,14 @@ def _advise(table: Table, rule: Rule, via_root: bool) -> str:
 def _check_fit(table: Table, rule: Rule, is_full: bool, keys: list[str], used: list[str], every: list[str]) -> None:
     if rule.row_filter and not is_full and (outside := [name for name in used if name not in keys]):
         raise SourceError(
-            f"the row filter of table {table.name} uses {', '.join(outside)}, which the replica identity does not have: "
-            "PostgreSQL would refuse the application's UPDATE and DELETE",
+            f"the row filter of table {table.name} uses {', '.join(outside)}, which the replica identity "
+            "lacks: PostgreSQL would refuse the application's UPDATE and DELETE",
             f"Use only {', '.join(keys)}, or run ALTER TABLE {table.sql} REPLICA IDENTITY FULL",
         )
     needed = every if is_full else keys
     if rule.columns and (missing := [name for name in needed if name not in rule.columns]):
         raise SourceError(
-            f"the columns of table {table.name} leave out {', '.join(missing)}, which the replica identity has: "
-            "PostgreSQL would refuse the application's UPDATE and DELETE",
+            f"the columns of table {table.name} leave out {', '.join(missing)}, which the replica identity "
+            "has: PostgreSQL would refuse the application's UPDATE and DELETE",
             f"Add {', '.join(missing)} to --columns",
         )

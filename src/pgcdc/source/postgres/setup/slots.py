@@ -70,7 +70,7 @@ def list_slots(conn: Connection) -> list[SlotInfo]:
     return [SlotInfo(*row) for row in conn.execute(_SLOTS + "ORDER BY s.slot_name").fetchall()]
 
 
-@explain_errors("look at the replication slot")
+@explain_errors("read the replication slot")
 def get_slot(conn: Connection, name: str) -> SlotInfo | None:
     row = conn.execute(_SLOTS + "WHERE s.slot_name = %s", [name]).fetchone()
     return SlotInfo(*row) if row else None
@@ -78,17 +78,17 @@ def get_slot(conn: Connection, name: str) -> SlotInfo | None:
 
 def slot_gone(name: str) -> GapError:
     """The error for our missing slot."""
-    advice = "Changes since then are gone. Bring the sinks back to the source: pgcdc resync"
-    return GapError(f"slot {name!r} does not exist any more: somebody dropped it", advice)
+    advice = "Changes since then are gone. Repair the targets: pgcdc resync"
+    return GapError(f"slot {name!r} does not exist: somebody dropped it", advice)
 
 
 def check_not_ahead(slot: SlotInfo, confirmed_lsn: int) -> None:
     """Raise GapError if the slot has confirmed more than we ever did: then it is not the slot we left."""
     if (slot.confirmed_flush_lsn or 0) > confirmed_lsn:
         raise GapError(
-            f"slot {slot.name!r} stands at {format_lsn(slot.confirmed_flush_lsn or 0)}, but we confirmed only "
-            f"{format_lsn(confirmed_lsn)}: it was recreated, or advanced by somebody else",
-            "The changes between are not delivered. Bring the sinks back to the source: pgcdc resync",
+            f"slot {slot.name!r} is at {format_lsn(slot.confirmed_flush_lsn or 0)}, but pgcdc confirmed only "
+            f"{format_lsn(confirmed_lsn)}: the slot was recreated, or somebody else advanced it",
+            "The changes between are not delivered. Repair the targets: pgcdc resync",
         )
 
 
@@ -98,19 +98,21 @@ def check_usable(slot: SlotInfo, database: str) -> None:
     if slot.slot_type != "logical":
         raise SourceError(f"slot {slot.name} is a physical slot, of a standby or a backup", other)
     if slot.plugin != PLUGIN:
-        raise SourceError(f"slot {slot.name} uses the plugin {slot.plugin}, not {PLUGIN}: it is not ours", other)
+        raise SourceError(
+            f"slot {slot.name} uses the plugin {slot.plugin}, not {PLUGIN}: it is not a slot of pgcdc", other
+        )
     if slot.database != database:
         raise SourceError(f"slot {slot.name} belongs to database {slot.database}, not {database}", other)
     if slot.wal_status == "lost" or slot.invalidation_reason:
         why = f" ({slot.invalidation_reason})" if slot.invalidation_reason else ""
         raise GapError(
             f"slot {slot.name} is lost{why}: the server has removed changes that were not delivered",
-            "Bring the sinks back to the source: pgcdc resync. A slot that no pipeline needs any more can be dropped: "
-            f"pgcdc slot drop --slot-name {slot.name}",
+            "Repair the targets: pgcdc resync. If no pipeline needs the slot, drop it: pgcdc slot drop "
+            f"--slot-name {slot.name}",
         )
 
 
-@explain_errors("look at the replication slot")
+@explain_errors("read the replication slot")
 def is_two_phase(replication: Connection, name: str) -> bool:
     """Whether the slot decodes prepared transactions at PREPARE. Also works on a walsender."""
     query = f"SELECT to_jsonb(s) -> 'two_phase' FROM pg_replication_slots s WHERE slot_name = {quote_literal(name)}"
@@ -123,7 +125,7 @@ def drop_slot(conn: Connection, name: str) -> None:
     """Drop a slot that has no reader."""
     slot = get_slot(conn, name)
     if slot is None:
-        raise SourceError(f"slot {name} does not exist", "pgcdc slot list shows those that do")
+        raise SourceError(f"slot {name} does not exist", "List them with: pgcdc slot list")
     try:
         if not slot.active:
             conn.execute("SELECT pg_drop_replication_slot(%s)", [name])
@@ -131,13 +133,13 @@ def drop_slot(conn: Connection, name: str) -> None:
     except psycopg.errors.ObjectInUse:
         slot = get_slot(conn, name) or slot
     except psycopg.errors.InsufficientPrivilege:
-        raise SourceError(f"no right to drop slot {name}", "Use a role with the REPLICATION right") from None
+        raise SourceError(f"the role may not drop slot {name}", "Use a role with the REPLICATION right") from None
     except psycopg.errors.UndefinedObject:
         return
     pid = slot.active_pid
     raise SourceError(
         f"slot {name} is in use by process {pid} of the server",
-        f"Stop its reader first, or SELECT pg_terminate_backend({pid})",
+        f"Stop its reader first, or run SELECT pg_terminate_backend({pid})",
     )
 
 
@@ -183,7 +185,7 @@ def create_slot(
             while not wait([creation], _REPORT_EVERY_S).done:
                 if monitor is not None:
                     pids = [str(pid) for (pid,) in monitor.execute(_OPEN, {"pid": replication.info.backend_pid})]
-                    waits = "creating the slot waits for open transactions of server processes"
+                    waits = f"creating slot {name}: waiting for open transactions of server processes"
                     say(f"{waits} {', '.join(pids) or 'unknown'}")
         except BaseException:  # also if the monitor fails: nobody would know what it is waiting for
             _give_up(replication, creation, name)
@@ -216,7 +218,7 @@ def _explain_creation(error: psycopg.Error, name: str) -> PgcdcError:
         advice = "Another pipeline has just created it: choose another --slot-name"
         return SourceError(f"slot {name} exists already", advice)
     if isinstance(error, errors.ConfigurationLimitExceeded):
-        advice = "Drop one that is not used (pgcdc slot list), or ALTER SYSTEM SET max_replication_slots and restart"
+        advice = "Drop an unused one (pgcdc slot list), or run ALTER SYSTEM SET max_replication_slots and restart"
         return SourceError(f"cannot create slot {name}: all replication slots of the server are in use", advice)
     if isinstance(error, errors.InsufficientPrivilege):
         return SourceError(f"cannot create slot {name}: {text}", "Run as superuser: ALTER ROLE ... REPLICATION")
@@ -277,7 +279,7 @@ def check(url: str, slot_name: str) -> ServerInfo:
         if not may_replicate:
             role = quote_identifier(user)
             raise SourceError(
-                f"role {user} has no REPLICATION right",
+                f"role {user} lacks the REPLICATION right",
                 f"Run as superuser: ALTER ROLE {role} REPLICATION; (on Amazon RDS: GRANT rds_replication TO {role};)",
             )
         check_wal(wal_level, in_recovery)
@@ -286,15 +288,15 @@ def check(url: str, slot_name: str) -> ServerInfo:
         elif used_slots >= slots:
             raise SourceError(
                 f"all {slots} replication slots of the server are in use (max_replication_slots)",
-                "Drop one that is not used (pgcdc slot list), or run ALTER SYSTEM SET max_replication_slots = "
+                "Drop an unused one (pgcdc slot list), or run ALTER SYSTEM SET max_replication_slots = "
                 f"{slots + 10} and restart PostgreSQL",
             )
         # if our slot is active, its walsender will become free
         if used_senders >= senders and not (slot and slot.active):
             raise SourceError(
                 f"all {senders} walsenders of the server are in use (max_wal_senders)",
-                f"End one (SELECT * FROM pg_stat_replication), or ALTER SYSTEM SET max_wal_senders = {senders + 10} "
-                "and restart PostgreSQL",
+                "End one (SELECT * FROM pg_stat_replication), or run ALTER SYSTEM SET max_wal_senders = "
+                f"{senders + 10} and restart PostgreSQL",
             )
         # a reader that just crashed may still hold the last walsender: this resolves itself
         identity = _identify_apart(url, conn, may_retry=slot is not None and slot.active)
@@ -311,7 +313,7 @@ def identify(replication: Connection) -> tuple[str, int]:
 
 def check_wal(wal_level: str, in_recovery: bool) -> None:
     if in_recovery:
-        raise SourceError("this server is a standby, and changes are captured on the primary", "Connect to its primary")
+        raise SourceError("this server is a standby, but changes are captured on the primary", "Connect to its primary")
     if wal_level != "logical":
         raise SourceError(
             f"wal_level is {wal_level}, not logical",

@@ -138,7 +138,7 @@ def find_table(everything: Sequence[Table], name: str, flag: str = "--tables") -
         raise SourceError(f"table {name_table(*wanted)} does not exist", hint)
     reason = _why_not(found)
     if reason is not None:
-        raise SourceError(f"{found.name} is {reason}: its changes cannot be captured", f"Remove it from {flag}")
+        raise SourceError(f"{found.name} is {reason}, so its changes cannot be captured", f"Remove it from {flag}")
     return found
 
 

@@ -98,7 +98,7 @@ class CatalogWatch:
         except (psycopg.Error, SourceError) as error:
             if sql.broken:
                 raise ConnectionLost("the server ended the connection") from error
-            logger.debug("the catalog is looked at later: %s", error)
+            logger.debug("the catalog is read later: %s", error)
             self._cost_s = time.monotonic() - begun
         self._looked = time.monotonic()
         self._due = self._looked + max(INTERVAL_S, self._cost_s / SHARE)

@@ -43,7 +43,7 @@ from pgcdc.spool.segment import CaptureBatch
 logger = logging.getLogger("pgcdc.capture")
 
 
-@explain_errors("look at the published tables")
+@explain_errors("read the published tables")
 def check_readable(sql: Connection, publications: Sequence[str]) -> None:
     """Raise SourceError unless all rows of every published table are readable."""
     for table in read_published(sql, publications):
@@ -68,12 +68,12 @@ def find_table(
         known = known or read_published(conn, publications)
         names = ", ".join(one.title for one in known[:10]) or "none"
         what = "is no longer captured" if oid else "is not captured"
-        raise NeverReadable(f"table {name} {what}", f"Name one of those that are: {names}")
+        raise NeverReadable(f"table {name} {what}", f"Captured tables: {names}")
     if needs_key and not found.key:
         raise NeverReadable(
-            f"table {found.title} has no primary key or replica identity index: its existing rows cannot be read while the "
-            "stream goes on",
-            "Add a primary key; or read the table as a whole: pgcdc resync --table",
+            f"table {found.title} has no primary key or replica identity index, so its existing rows cannot "
+            "be read beside the stream",
+            "Add a primary key, or read the whole table: pgcdc resync --table",
         )
     return found
 
@@ -89,13 +89,13 @@ def check_table(conn: Connection, table: PublishedTable, where: str = "", lock_t
     except psycopg.errors.InsufficientPrivilege as error:
         raise explain_right(table.title, table.sql, conn.info.user, error) from None
     except psycopg.errors.LockNotAvailable:
-        raise SourceError(f"table {table.title} is locked", "Try again when nobody alters it") from None
+        raise SourceError(f"table {table.title} is locked", "Try again when the lock is released") from None
     except (psycopg.ProgrammingError, psycopg.DataError, psycopg.errors.FeatureNotSupported) as error:
         if not where:
             raise
         raise SourceError(
-            f"the condition {where!r} cannot be used: {error.diag.message_primary}",
-            f"Write an SQL expression over the columns of {table.title}, as behind WHERE",
+            f"the condition {where!r} is invalid: {error.diag.message_primary}",
+            f"Write an SQL expression over the columns of {table.title}, as after WHERE",
         ) from None
 
 
@@ -121,7 +121,7 @@ def note_tables(queue: RequestQueue, sql: Connection, publications: Sequence[str
     added = [(oid, found[oid]) for oid in fresh]
     queue.know(found, [SnapshotRequest(new_id(), name, "added", oid=oid) for oid, name in added])
     if added:
-        logger.info("new tables, whose existing rows are read: %s", ", ".join(name for _, name in added))
+        logger.info("reading the existing rows of new tables: %s", ", ".join(name for _, name in added))
     return [name for _, name in added]
 
 
@@ -173,7 +173,7 @@ def ensure_signal_table(sql: Connection, name: str, publication: str = "") -> bo
         if not row or not row[0]:
             add = f"ALTER PUBLICATION {quote_identifier(publication)} ADD TABLE {quote_qualified(*split_table(name))}"
             raise SourceError(
-                f"publication {publication} is yours and does not have the table of signals, {table}",
+                f"publication {publication} is yours and lacks the signal table {table}",
                 f"Run: {'' if is_there else signal_table_ddl(name) + '; '}{add}",
             )
     if is_there:
@@ -182,9 +182,9 @@ def ensure_signal_table(sql: Connection, name: str, publication: str = "") -> bo
         sql.execute(signal_table_ddl(name).encode())
     except psycopg.errors.InsufficientPrivilege:
         advice = f"Run as the database's owner: {signal_table_ddl(name)}"
-        raise SourceError(f"no right to create the table of signals, {table}", advice) from None
+        raise SourceError(f"the role may not create the signal table {table}", advice) from None
     except psycopg.Error as error:
-        raise SourceError(f"the table of signals cannot be created: {error.diag.message_primary}") from error
+        raise SourceError(f"the signal table cannot be created: {error.diag.message_primary}") from error
     return True
 
 
@@ -203,7 +203,7 @@ def parse_signal(signal: str, payload: str | None) -> tuple[list[SnapshotRequest
     if not isinstance(content, dict):
         raise ConfigError("the payload is not a JSON object")
     if signal not in SIGNALS:
-        raise ConfigError(f"there is no signal {signal!r}", f"Signals: {', '.join(SIGNALS)}")
+        raise ConfigError(f"unknown signal {signal!r}", f"Use one of: {', '.join(SIGNALS)}")
     if signal != "execute-snapshot":
         return [], str(content.get("id") or "")
     tables = content.get("tables") or ([content["table"]] if content.get("table") else [])
@@ -258,7 +258,7 @@ class Signals:
             if not requests:
                 getattr(self._queue, signal.removesuffix("-snapshot"))(name)
         except ConfigError as error:
-            logger.warning("signal at %s is not heeded: %s", position, error)
+            logger.warning("signal at %s ignored: %s", position, error)
             self._queue.heed(position, bad=1)
             return
         logger.info("signal at %s: %s", position, signal)
@@ -301,6 +301,6 @@ def change_queue(queue: RequestQueue, content: dict[str, Any]) -> dict[str, Any]
         queue.ensure(request) if request.kind == "reload" else queue.add(request)
         return {"id": request.id}
     if action not in ("pause", "resume", "stop"):
-        raise ConfigError(f"{action!r} cannot be done to a snapshot", "Give add, pause, resume, stop or list")
+        raise ConfigError(f"unknown snapshot action {action!r}", "Use add, pause, resume, stop or list")
     changed: RequestState = getattr(queue, action)(content.get("id") or "")
     return {"id": changed.id}

@@ -25,6 +25,7 @@ from pgcdc.core.errors import ConnectionLost, PgcdcError, SourceError, reconnect
 from pgcdc.core.failpoint import hit
 from pgcdc.core.position import Position
 from pgcdc.core.relation import Op
+from pgcdc.core.wording import counted
 from pgcdc.source.postgres.options import PostgresOptions
 from pgcdc.source.postgres.setup.tables import PublishedTable
 from pgcdc.source.postgres.snapshot.asking import NeverReadable, describe
@@ -220,7 +221,7 @@ class BesideStream:
             attempt.read = found
         elif found.table != attempt.order.known:
             self._known = ("", None)
-            self._discard(attempt, "its columns or what is published of it change all the time")
+            self._discard(attempt, "its columns or its publication change all the time")
         elif not is_visible(attempt.xids.astype(np.int64), found.snapshot).all():
             # A streamed commit is not visible yet. With synchronous replication that may take long.
             self._retry(min(RETRY_S * 2.0**self._retries, MAX_UNSEEN_S))
@@ -271,12 +272,12 @@ class BesideStream:
             return None
         if attempt.window.relations - {read.table.relation}:
             self._known = ("", None)
-            self._discard(attempt, "the stream describes it in another way than the catalog")
+            self._discard(attempt, "the stream describes it differently than the catalog")
         elif attempt.window.is_full:
             self._size = max(1, self._size // 4)
             self._discard(attempt, "too many of its rows change while they are read")
         elif (made := self._rows(attempt, is_repair=state.request.kind == "repair")) is None:
-            self._discard(attempt, "the stream does not say which of its rows are changed (replica identity)")
+            self._discard(attempt, "the stream does not identify changed rows (replica identity)")
         else:
             self._discards = 0
             return self._release(attempt, read, state, made, end)
@@ -339,7 +340,7 @@ class BesideStream:
         if name in self._moved:
             self._moved[name].move_on()
         if after["is_last"]:
-            logger.info("snapshot %s is complete: %d rows", name, after["rows"])
+            logger.info("snapshot %s is complete: %s read", name, counted(after["rows"], "row"))
             self._forget_ended()
 
     @staticmethod

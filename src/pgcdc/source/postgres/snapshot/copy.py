@@ -33,7 +33,7 @@ GetCopyData = Callable[[int], "tuple[int, memoryview | bytes]"]
 """`pgconn.get_copy_data`: size and content of one message. Size 0: none yet; -1: no more."""
 
 _READABLE: Final = waiting.Wait.R
-_ADVICE: Final = "The server does not write this: please report it, with the versions of PostgreSQL and pgcdc"
+_ADVICE: Final = "PostgreSQL does not write such rows: please report it, with the versions of PostgreSQL and pgcdc"
 
 
 class CopyBuffer(Protocol):
@@ -72,7 +72,7 @@ def check_condition(
         if not wrong or isinstance(error, psycopg.errors.InsufficientPrivilege):
             raise
         text = " ".join((error.diag.message_primary or str(error)).split())
-        raise ConfigError(f"{wrong}: {text}", "Write it as behind WHERE in SQL: total > 100") from error
+        raise ConfigError(f"{wrong}: {text}", "Write it as after WHERE in SQL: total > 100") from error
 
 
 def copy_rows(conn: Connection, statement: str, columns: int, *, batch_bytes: int = BATCH_BYTES) -> Generator[pa.Array]:

@@ -35,6 +35,7 @@ from pgcdc.core.failpoint import hit
 from pgcdc.core.position import Position
 from pgcdc.core.relation import Op
 from pgcdc.core.state import StateDir
+from pgcdc.core.wording import counted
 from pgcdc.postgres.database import Connection, NoRight, explain_errors
 from pgcdc.postgres.lsn import format_lsn
 from pgcdc.source.postgres.options import PostgresOptions
@@ -130,7 +131,7 @@ class Snapshots:
                 self._note_staged(order, answer)
             return self._step_first(end, may_work)
         except NoRight as error:
-            raise SourceError(error.message, f"{error.advice} (nothing is lost: start again after that)") from None
+            raise SourceError(error.message, f"{error.advice} (nothing is lost: start again afterwards)") from None
 
     def close(self) -> None:
         self.readers.close()
@@ -157,7 +158,9 @@ class Snapshots:
         if plan.tables is not None and not plan.unfinished:
             done = plan.complete(end)
             self.queue.save()
-            logger.info("the initial snapshot is complete: %d rows in %.1f s", done["rows"], done["seconds"])
+            logger.info(
+                "the initial snapshot is complete: %s read in %.1f s", counted(done["rows"], "row"), done["seconds"]
+            )
             self._clean_up()
         return None
 
@@ -181,7 +184,7 @@ class Snapshots:
             table.staged[order.id] = answer
             self._failures = 0
         elif isinstance(answer, ConnectionLost):
-            logger.warning("table %s: %s; it is tried again", table.published.title, answer.message)
+            logger.warning("table %s: %s; retrying", table.published.title, answer.message)
             self._read_due = time.monotonic() + reconnect_delay_s(self._failures)
             self._failures += 1
         elif isinstance(answer, SourceError) and not isinstance(answer, NoRight):
@@ -207,7 +210,7 @@ class Snapshots:
             self.queue.initial.note(table.oid, name, 0)  # its file stays, to mark the chunk as read
         if table.chunks:
             return None
-        logger.info("table %s: %d rows", table.published.title, table.rows)
+        logger.info("table %s: %s read", table.published.title, counted(table.rows, "row"))
         return self._put(table, "complete", self._mark(table, Op.SNAPSHOT_COMPLETED), end)
 
     def _mark(self, table: PlannedTable, op: Op) -> Staged:
@@ -256,7 +259,7 @@ class Snapshots:
         except SourceError as error:
             if not isinstance(error.__cause__, psycopg.errors.LockNotAvailable):
                 raise
-            logger.info("%s; it is tried again", error.message)
+            logger.info("%s; retrying", error.message)
             self._plan_due = time.monotonic() + LOCKED_S
 
     def _move(self, table: PlannedTable) -> None:
@@ -267,10 +270,10 @@ class Snapshots:
             )
         self.queue.move_rest(table)
         hit("driver.moved")
-        logger.warning("the snapshot of table %s was lost: its rest is read by key", table.published.title)
+        logger.warning("the snapshot of table %s was lost: reading the remaining rows by key", table.published.title)
 
     def _end_gone(self, table: PlannedTable) -> None:
-        logger.warning("table %s is gone: nothing is left to be read of it", table.published.title)
+        logger.warning("table %s was dropped: its remaining rows are not read", table.published.title)
         table.ended = "gone"
         self.queue.save()
 
@@ -279,14 +282,14 @@ class Snapshots:
         why = next((self._changed[oid] for oid in tables if oid in self._changed), "the snapshot was lost")
         if self._losses >= MAX_LOSSES:
             raise SourceError(
-                f"the rows of {names} cannot be read: {MAX_LOSSES} snapshots were lost before the first of them was "
-                f"delivered (the last one: {why})",
-                "Start again when the tables are left alone; a large table without a key needs more time: "
-                "--snapshot-hold-limit",
+                f"the rows of {names} cannot be read: {MAX_LOSSES} snapshots were lost before their first row "
+                f"was delivered (last reason: {why})",
+                "Start again when the tables are not being altered; a large table without a key needs more "
+                "time: --snapshot-hold-limit",
             )
         self._plan(max(table.hold for table in tables.values()), tables)
         self._losses += 1
-        logger.warning("%s: %s; what is not released yet is read in a new snapshot", names, why)
+        logger.warning("%s: %s; reading the rest in a new snapshot", names, why)
 
     def _plan(self, last: int, tables: dict[int, PlannedTable] | None) -> None:
         """Plan these tables (None: all) in a snapshot after number `last`: a held one, or else a new one. The stream
@@ -333,8 +336,8 @@ class Snapshots:
             request = make_request(content)
             request.check()
             if sql is None or sql.closed:
-                raise ConnectionLost("the server is not connected")
-            with explain_errors("look at the table"):
+                raise ConnectionLost("there is no connection to the server")
+            with explain_errors("read the table"):
                 needs_key = request.kind != "reload"
                 table = find_table(sql, self._publications, request.table, request.oid, needs_key=needs_key)
                 check_table(sql, table, request.where)
@@ -385,8 +388,9 @@ class Snapshots:
         if not passed:
             return
         text = (
-            f"the initial snapshot has been held for more than {round(passed[-1] / 60)} minutes: VACUUM cannot clean up "
-            f"behind it, and WAL is kept; it is given up after {round(limit_s / 60)} minutes (--snapshot-hold-limit)"
+            f"the initial snapshot has been held for more than {round(passed[-1] / 60)} minutes: VACUUM "
+            f"cannot clean up behind it, and WAL is kept; it is abandoned after {round(limit_s / 60)} minutes "
+            "(--snapshot-hold-limit)"
         )
         if text != self._warning:
             self._warning = text

@@ -386,7 +386,7 @@ class Readers:
                 answer: Answer = worker.pipe.recv()
             except (EOFError, OSError):
                 self._end(worker)
-                answer = ConnectionLost("a process that reads tables has ended")
+                answer = ConnectionLost("a process that reads tables ended")
             if order is not None:
                 return order, answer
         return None

@@ -30,6 +30,7 @@ from pgcdc.core.failpoint import hit
 from pgcdc.core.position import LAST_CHUNK, MAX_CHUNK_ROWS, SNAPSHOT, Position
 from pgcdc.core.relation import OldKind, Op, Relation, Relations
 from pgcdc.core.state import append_lines, fsync_folder, read_lines
+from pgcdc.core.wording import counted
 from pgcdc.event.audience import Letter, append_letter, keep_letters
 from pgcdc.postgres.database import name_table
 from pgcdc.source.postgres.snapshot.copy import row_lists
@@ -102,7 +103,7 @@ def stage_rows(folder: Path, batches: Iterable[pa.RecordBatch], chunk: str = "ro
         os.replace(partial, folder / name)
         fsync_folder(folder)
     except OSError as error:
-        advice = "Make room on the disk of the state directory and start again: nothing is lost"
+        advice = "Free space on the disk of the state directory and start again: nothing is lost"
         raise SpoolError(f"{partial} cannot be written: {error.strerror}", advice) from error
     finally:
         partial.unlink(missing_ok=True)
@@ -139,9 +140,9 @@ class Releases:
         """Release rows after `after`, the spool's end; the release then owns their file. Durable. With `adapters`, only
         these receive them; `reload` and `is_last` are passed on to them (`Letter`)."""
         if staged.rows > MAX_CHUNK_ROWS:
-            raise SpoolError(f"a chunk of {staged.rows} rows is too large", "Choose smaller chunks")
+            raise SpoolError(f"a chunk of {counted(staged.rows, 'row')} is too large", "Use smaller chunks")
         if not self.has_place(after):
-            raise SpoolError(f"rows of a snapshot have no place behind {after}")
+            raise SpoolError(f"rows of a snapshot have no position after {after}")
         chunk = after.chunk + 1 if after.is_snapshot else 0
         release = Release(after.commit, chunk, staged, relation.to_json() if relation else None, note or {}, adapters)
         if adapters:
@@ -188,7 +189,7 @@ class Releases:
         path = self.folder / release.staged.file
         if not path.exists() or checksum_file(path) != release.staged.written:
             raise StateError(
-                f"{path}, which has rows of a snapshot, is missing or damaged",
+                f"{path}, which contains rows of a snapshot, is missing or damaged",
                 "Restore the state directory from a backup, or start over: pgcdc resync --new-slot",
             )
         relation = Relation.from_json(release.relation) if release.relation else None

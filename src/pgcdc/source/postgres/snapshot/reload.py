@@ -28,6 +28,7 @@ from pgcdc.core.errors import ConnectionLost, PgcdcError, reconnect_delay_s
 from pgcdc.core.failpoint import hit
 from pgcdc.core.position import Position
 from pgcdc.core.relation import Op, Relation, ShapeChange
+from pgcdc.core.wording import counted
 from pgcdc.source.postgres.snapshot.asking import NeverReadable
 from pgcdc.source.postgres.snapshot.reader import ChunkRead, Readers, TableOrder
 from pgcdc.source.postgres.snapshot.releases import (
@@ -189,7 +190,7 @@ class Reloads:
             is_same = is_same and not self.is_taken(job.read.table.relation)
             if is_same and job.window.relations <= {job.read.table.relation}:
                 return self._release(job, job.read, end)
-            logger.info("table %s was altered while it was read; its reload begins again", job.read.table.title)
+            logger.info("table %s was altered while it was read; reading it again", job.read.table.title)
             self._drop(AGAIN_S)
         return None
 
@@ -268,7 +269,7 @@ class Reloads:
         rows = read.rows - sum(one.rows for one in job.files)
         self._queue.advance(job.id, is_last=is_last, chunks=self._queue[job.id].chunks + 1, rows=rows)
         if is_last:
-            logger.info("table %s was reloaded for %s: %d rows", read.table.title, ", ".join(whose), rows)
+            logger.info("table %s was reloaded for %s: %s", read.table.title, ", ".join(whose), counted(rows, "row"))
             job.window.close()
             self._job = None
         return release

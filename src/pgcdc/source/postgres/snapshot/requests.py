@@ -168,13 +168,13 @@ class SnapshotRequest:
     def check(self) -> None:
         """Raise ConfigError if invalid."""
         if self.kind not in KINDS:
-            raise ConfigError(f"{self.kind!r} is not a kind of snapshot", f"Give one of: {', '.join(KINDS)}")
+            raise ConfigError(f"unknown kind of snapshot {self.kind!r}", f"Use one of: {', '.join(KINDS)}")
         if (self.kind in BY_KEYS) != bool(self.keys_file):
-            raise ConfigError(f"a file of keys belongs to the kinds {' and '.join(BY_KEYS)}, and only to them")
+            raise ConfigError(f"snapshots of the kinds {' and '.join(BY_KEYS)} need a file of keys, others have none")
         if (self.kind in ADDRESSED) != bool(self.adapters):
-            raise ConfigError(f"adapters belong to the kinds {' and '.join(ADDRESSED)}, and only to them")
+            raise ConfigError(f"snapshots of the kinds {' and '.join(ADDRESSED)} name adapters, others do not")
         if self.chunk_size < 0 or self.chunk_delay_s < 0:
-            raise ConfigError("chunk size and chunk delay are not below 0", "0 is the default of both")
+            raise ConfigError("chunk size and chunk delay cannot be negative", "0 is the default of both")
 
 
 def requests_for_rest(table: PlannedTable) -> list[SnapshotRequest]:
@@ -364,7 +364,7 @@ class RequestQueue:
         for request in wanted:
             request.check()
             if request.id in self._states:
-                raise ConfigError(f"there is a snapshot {request.id!r} already", "Choose another id")
+                raise ConfigError(f"snapshot {request.id!r} exists already", "Choose another id")
         for request in wanted:
             self._states[request.id] = RequestState(request, oid=request.oid, keys_done=0 if request.keys_file else -1)
 
@@ -376,8 +376,12 @@ class RequestQueue:
         found = next((one for one in fitting if name in ("", one.id)), None)
         if found is None:
             known = ", ".join(f"{one.id} ({one.status})" for one in self._states.values()) or "none"
-            what = f"no snapshot {name!r}" if name else "no snapshot"
-            raise ConfigError(f"there is {what} that is {' or '.join(statuses)}", f"Known snapshots: {known}")
+            what = f"no snapshot is {' or '.join(statuses)}"
+            if name:
+                other = self._states.get(name)
+                said = f"is {other.status}, not {' or '.join(statuses)}" if other is not None else "does not exist"
+                what = f"snapshot {name!r} {said}"
+            raise ConfigError(what, f"Known snapshots: {known}")
         return found
 
     def _change(self, state: RequestState, **changes: Any) -> RequestState:

@@ -31,7 +31,7 @@ class Sentinels:
         if name not in self._known:
             if sql is None or sql.closed:
                 raise ConnectionLost(
-                    "the server is not connected", "Try again when pgcdc status says capture: streaming"
+                    "there is no connection to the server", "Try again when pgcdc status says capture: streaming"
                 )
             asked_at = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
             with lost_on_error():

@@ -392,6 +392,6 @@ def read_candidates(
                 begin += len(line)
     except (OSError, ValueError) as error:
         raise SourceError(
-            f"the keys of table {table.title} in {keys_file} cannot be read: {error}", "Make the file again"
+            f"the keys of table {table.title} in {keys_file} cannot be read: {error}", "Create the file again"
         ) from error
     return tuple(found), begin

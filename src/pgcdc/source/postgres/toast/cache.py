@@ -270,8 +270,8 @@ class ToastCache:
             reason = error.strerror if isinstance(error, OSError) else str(error)
             raise StateError(
                 f"the TOAST cache {self._folder} cannot be written: {reason}",
-                "Make room on its disk and start again: nothing is lost. "
-                "If it is damaged, delete the folder: it starts empty",
+                "Free space on its disk and start again: nothing is lost. If it is damaged, delete the "
+                "folder: the cache then starts empty",
             ) from error
 
     def _write_record(self) -> None:
@@ -325,10 +325,10 @@ class ToastCache:
         if self._log.records < state.records:
             raise Unusable(MISSING)
         if state.floor_lsn > resume_lsn:
-            raise Unusable("it cannot be taken back to where the stream goes on")
+            raise Unusable("it cannot be rewound to where the stream resumes")
         self._go_to(resume_lsn)
         if state.position < resume_lsn:
-            raise Unusable("it does not reach to where the stream goes on")
+            raise Unusable("it ends before the stream resumes")
         state.position = resume_lsn
         self._load_tables()
         self._log = self._log.begin_epoch(resume_lsn)

@@ -103,7 +103,9 @@ def check_full(conn: Connection, publications: Sequence[str]) -> None:
         shown = ", ".join(f"{name_table(schema, table)} ({columns})" for schema, table, columns in rows[:5])
         more = f" and {len(rows) - 5} more" if len(rows) > 5 else ""
         raise SourceError(
-            f"--toast full needs REPLICA IDENTITY FULL for tables with values that may be stored out of line: {shown}{more}",
+            
+            "--toast full needs REPLICA IDENTITY FULL for tables with values that may be stored out of line: "
+            f"{shown}{more}",
             "Run " + " ".join(alter_to_full(schema, table) for schema, table, _ in rows)
             + " Or use --toast cache or --toast mark",
         )  # fmt: skip

@@ -308,8 +308,8 @@ def _unresolved(rows: ToastRows) -> ConversionError:
     column = relation.columns[int(rows.mark_column[mark])].name
     table = name_table(relation.namespace, relation.name)
     return ConversionError(
-        f"column {column} of table {table} was not sent with the change at {rows.position(row)}: "
-        "its value is out of line and unchanged, and the table has no REPLICA IDENTITY FULL",
-        f"Run {alter_to_full(relation.namespace, relation.name)} What was written before that can only be read with "
+        f"column {column} of table {table} was not sent with the change at {rows.position(row)}: its value is "
+        "stored out of line and unchanged, and the table lacks REPLICA IDENTITY FULL",
+        f"Run {alter_to_full(relation.namespace, relation.name)} Earlier changes can only be read with "
         "--toast cache or --toast mark",
     )

@@ -381,12 +381,12 @@ class Assembler:
     def _is_old(self, end_lsn: int, lsn: int) -> bool:
         """Whether a transaction was read before: it is sent again only on a connection that began before it."""
         if end_lsn > _MAX_LSN:
-            raise out_of_order(f"a transaction ends at {end_lsn:X}, which is no LSN,", lsn)
+            raise out_of_order(f"a transaction ends at {end_lsn:X}, which is not an LSN,", lsn)
         if end_lsn > self.last_lsn:
             return False
         if end_lsn > self._resume_lsn:
             raise out_of_order(
-                f"a transaction ends at {format_lsn(end_lsn)}, not behind {format_lsn(self.last_lsn)},", lsn
+                f"a transaction ends at {format_lsn(end_lsn)}, not after {format_lsn(self.last_lsn)},", lsn
             )
         self._prepared.see(end_lsn)
         return True

@@ -48,7 +48,7 @@ _STATUS_UPDATE = struct.Struct("!BQQQqB")
 XLOG_DATA_HEADER_BYTES = 25  # Where the payload of an XLogData starts
 
 _ADVICE = (
-    "Nothing from here on was confirmed: start again to read it once more, and if it fails at the same place, "
+    "Nothing from there on was confirmed: start again to read it again. If it fails at the same place, "
     "report it with the server's version"
 )
 

@@ -126,10 +126,10 @@ class ReplicationStream:
 
     def _publication_gap(self) -> GapError:
         return GapError(
-            f"the server leaves out rows: {self._fatal_notice}",
+            f"the server skips rows: {self._fatal_notice}",
             "The publication did not exist when those changes were made, so their rows cannot be decoded. "
-            "Nothing after that point was confirmed. Start with a publication that is older than the slot, or begin "
-            "with a new slot and bring the sinks back: pgcdc resync --new-slot",
+            "Nothing after that point was confirmed. Start with a publication that is older than the slot, "
+            "or repair the targets with a new slot: pgcdc resync --new-slot",
         )
 
     def _ended(self) -> Exception:
@@ -144,15 +144,15 @@ class ReplicationStream:
         if state in {"42704", "42P01"} and "publication" in text:
             return GapError(
                 f"the server cannot decode the stream: {text}",
-                "The publication was dropped, or is younger than the slot. Changes made without it cannot be decoded: "
-                "begin with a new slot and bring the sinks back: pgcdc resync --new-slot",
+                "The publication was dropped, or is younger than the slot. Changes made without it cannot be "
+                "decoded: repair the targets with a new slot: pgcdc resync --new-slot",
             )
         if state[:2] in {"08", "57", "53"} or not state:
             return self._lost(text or "the server ended the stream")
         advice = "See the server's log"
         if _UNMAPPED in text:
             advice = (
-                "A server error with streamed transactions that alter a table and roll that back: give --no-streaming"
+                "The server fails on streamed transactions that alter a table and roll that back: use --no-streaming"
             )
         return SourceError(f"the server ended the stream: {text} (SQLSTATE {state})", advice)
 
@@ -170,14 +170,14 @@ _START_ERRORS: dict[str, tuple[type[PgcdcError], str, str]] = {
     "55006": (SlotBusy, "is in use", "Another consumer reads this slot. Stop it, or use another --slot-name"),
     "42704": (
         GapError,
-        "does not exist any more",
-        "Changes since our last position are gone. Bring the sinks back to the source: pgcdc resync",
+        "does not exist",
+        "Changes since our last position are gone. Repair the targets: pgcdc resync",
     ),
     "55000": (
         GapError,
-        "cannot be read any more",
-        "The server discarded WAL that was not delivered yet (see max_slot_wal_keep_size). "
-        "Bring the sinks back to the source: pgcdc resync",
+        "can no longer be read",
+        "The server discarded WAL that was not delivered yet (see max_slot_wal_keep_size). Repair the "
+        "targets: pgcdc resync",
     ),
 }
 """By SQLSTATE: the error, the slot's problem, and the advice."""
@@ -191,7 +191,8 @@ def _start_error(slot: str, result: pq.abc.PGresult) -> Exception:
     if state in _REFUSED_OPTION:
         return SourceError(
             f"the server refuses an option of the stream: {text} (SQLSTATE {state})",
-            "Nothing was read. Leave the option out (streaming, messages, two_phase, origin, binary), or upgrade the server",
+            "Nothing was read. Remove the option (streaming, messages, two_phase, origin, binary), or "
+            "upgrade the server",
         )
     return SourceError(f"START_REPLICATION was refused: {text} (SQLSTATE {state})", "See the server's log")
 

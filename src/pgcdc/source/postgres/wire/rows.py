@@ -188,7 +188,7 @@ class _RowFields(Fields):
             if kind == _UNCHANGED:
                 self.unchanged.append(index if side == "new" else -1 - index)
             elif kind != _NULL:
-                problem = "'b': binary values were not asked for" if kind == _BINARY else f"unknown: {show_byte(kind)}"
+                problem = "'b': binary values were not requested" if kind == _BINARY else f"unknown: {show_byte(kind)}"
                 raise self.error(f"{field} kind", f"is {problem}")
             values.append(None)
             self.nulls += 1

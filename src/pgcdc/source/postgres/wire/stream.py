@@ -352,7 +352,7 @@ def open_capture(
     request from the server (`streaming`, `messages`, `two_phase`, `origin`, `binary`)."""
     names = [publication] if isinstance(publication, str) else list(publication)
     asked = {"streaming": streaming, "messages": messages, "two_phase": two_phase, "origin": origin, "binary": binary}
-    options = make_options(WireOptions, asked, "open_capture", "Leave it out for the default")
+    options = make_options(WireOptions, asked, "open_capture", "Remove it for the default")
     capture = Capture(
         url, slot=slot, publications=names, temporary=temporary, options=options, fail_fast=fail_fast,
         spill_dir=spill_dir,

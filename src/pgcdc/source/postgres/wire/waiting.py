@@ -102,7 +102,7 @@ class PendingStore:
         except OSError as error:
             raise SpoolError(
                 f"the changes of an open transaction cannot be written to {self._folder}: {error.strerror}",
-                "Make room on its disk and start again: nothing is lost",
+                "Free space on its disk and start again: nothing is lost",
             ) from error
         kept = runs.copy() if runs_path is None and len(runs) else None
         return PendingPart(Part(rows.num_rows, rows.nbytes, last, None, path), kept, runs_path)
@@ -121,7 +121,7 @@ def out_of_order(what: str, lsn: int) -> DecodeError:
     """The error for a message out of order."""
     return DecodeError(
         f"{what} at {format_lsn(lsn)}",
-        "The stream is not as the protocol says: please report this with the server's version",
+        "The server broke the protocol: please report this with the server's version",
     )
 
 
@@ -142,7 +142,7 @@ class StreamedTransactions:
         """The transaction to which the next rows belong, and their buffer."""
         transaction = self._open.get(start.xid)
         if start.is_first != (transaction is None):
-            problem = "begins a second time" if start.is_first else "goes on, but has not begun"
+            problem = "begins a second time" if start.is_first else "continues, but has not begun"
             raise out_of_order(f"the streamed transaction {start.xid} {problem}", lsn)
         transaction = self._open[start.xid] = transaction or Transaction(start.xid)
         transaction.rows = transaction.rows or new_rows(transaction.tables)
@@ -255,7 +255,7 @@ class PreparedTransactions:
             raise GapError(
                 f"prepared transaction {commit.gid!r} was committed at {format_lsn(commit.end_lsn)}, but its changes were "
                 "never sent to us: the slot was moved past its PREPARE",
-                "Its changes are gone. Begin with a new slot and bring the sinks back: pgcdc resync --new-slot",
+                "Its changes are gone. Repair the targets with a new slot: pgcdc resync --new-slot",
             )
         self._decided.append((self._undecided.pop(name), commit.end_lsn))
         return transaction

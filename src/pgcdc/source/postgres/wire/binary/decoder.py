@@ -21,7 +21,7 @@ from pgcdc.source.postgres.wire.binary.scalars import OLDER, SCALARS
 from pgcdc.source.postgres.wire.messages import decode_error
 from pgcdc.source.postgres.wire.rows import ROW_NAMES
 
-_ADVICE = "Leave --binary off"
+_ADVICE = "Remove --binary"
 
 _SIZE = struct.Struct("!i")
 _MAX_TEXT = 2**31 - 1
@@ -106,7 +106,7 @@ class BinaryDecoder:
             self._catalog = self._reload()
             info = self._catalog.get(type_oid)
         if info is None:
-            raise _NotSupported(f"cannot be converted: the type with oid {type_oid} is not known")
+            raise _NotSupported(f"cannot be converted: the type with oid {type_oid} is unknown")
         converter = _choose_converter(info, self._convert, self._catalog.server_version)
         if converter is None:
             raise _NotSupported(f"cannot be converted: {_explain_type(info)}")
@@ -144,7 +144,7 @@ def _explain_type(info: TypeInfo) -> str:
         return f"{info.name} is sent as a number and written as a name, which only the server knows"
     if info.output == "cash_out":
         return f"how {info.name} is written depends on the server's locale (lc_monetary)"
-    return f"the binary form of {info.name} is not known"
+    return f"the binary form of {info.name} is unknown"
 
 
 def unsupported(catalog: TypeCatalog, type_oids: Iterable[int]) -> dict[int, str]:
@@ -165,7 +165,7 @@ def _find_obstacle(catalog: TypeCatalog, oid: int, seen: set[int]) -> str:
     seen.add(oid)
     info = catalog.get(oid)
     if info is None:
-        return f"the type with oid {oid} is not known"
+        return f"the type with oid {oid} is unknown"
     if _choose_converter(info, lambda _, data: data, catalog.server_version) is None:
         return _explain_type(info)
     inner = (info.inner,) if _stem(info) in _HOLDING else info.attributes
@@ -193,5 +193,5 @@ def check_columns(conn: Connection, publications: Sequence[str]) -> None:
         if oid in refused:
             raise SourceError(
                 f"column {column} of table {name_table(schema, table)} cannot travel in binary form: {refused[oid]}",
-                "Leave --binary off: text has the same values for every type",
+                "Remove --binary: text has the same values for every type",
             )

@@ -49,7 +49,7 @@ def word_list_text(data: bytes, convert: Convert) -> bytes:
     element, bounds, reader = _open_array(data)
     values = list(_read_elements(reader, _count_elements(bounds)))
     if len(bounds) > 1 or None in values:
-        raise Damaged("is no list of numbers")
+        raise Damaged("is not a list of numbers")
     return b" ".join([convert(element, value) for value in values if value is not None])
 
 

@@ -220,7 +220,7 @@ def _format_date(days: int) -> tuple[str, str]:
 
 def _format_time(time: int) -> str:
     if not 0 <= time <= _DAY:
-        raise Damaged(f"is no time of a day: {time} microseconds")
+        raise Damaged(f"is not a time of day: {time} microseconds")
     seconds, fraction = divmod(time, _SECOND)
     minutes, seconds = divmod(seconds, 60)
     hours, minutes = divmod(minutes, 60)
