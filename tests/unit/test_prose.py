@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import tokenize
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +18,7 @@ FIRST_PAGES = [page for page in PAGES if page.parent.name in ("start", "tasks")]
 MOST_WORDS = 18
 
 STILTED = (
-    r"any more\b",
+    r"\bany more\b",
     r"\banew\b",
     r"\b(is|are|was|were|be|been) told\b(?! apart)",
     r"\bhears? of\b",
@@ -70,6 +73,29 @@ def test_no_stilted_words(page: Path) -> None:
     text = " ".join(prose_of(page).split())
     found = [text[max(0, hit.start() - 40) : hit.end() + 20] for one in STILTED for hit in re.finditer(one, text, re.I)]
     assert found == []
+
+
+IN_CODE = (r"\bafresh\b", r"\b(by (itself|themselves))\b", r"\black(s|ed)?\b", r"\bwhom\b", r"\bis no number\b")
+
+
+def explained_in(module: Path) -> Iterator[str]:
+    """The docstrings and comments of a module."""
+    for one in ast.walk(ast.parse(module.read_bytes())):
+        if isinstance(one, ast.Module | ast.ClassDef | ast.FunctionDef):
+            yield ast.get_docstring(one) or ""
+    with module.open("rb") as file:
+        yield from (one.string for one in tokenize.tokenize(file.readline) if one.type == tokenize.COMMENT)
+
+
+def test_no_stilted_words_in_docstrings_and_comments() -> None:
+    found, count = [], 0
+    for module in sorted((ROOT / "src" / "pgcdc").rglob("*.py")):
+        for text in explained_in(module):
+            count += bool(text)
+            found += [
+                (module.name, text) for one in (*STILTED, *IN_CODE) if re.search(one, " ".join(text.split()), re.I)
+            ]
+    assert found == [] and count > 3000
 
 
 @pytest.mark.parametrize("page", FIRST_PAGES, ids=lambda page: f"{page.parent.name}/{page.name}")

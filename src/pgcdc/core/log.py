@@ -56,7 +56,7 @@ def _stamp() -> str:
 
 
 def _print_json(level: str, message: str, advice: str, adapter: str) -> None:
-    """Whom a line is about stands in its text, where messages always name it."""
+    """Adapter and table are read from the text, where messages always name them."""
     now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
     line = {"time": now, "level": level, "message": message}
     if advice:

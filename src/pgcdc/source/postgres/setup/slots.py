@@ -46,7 +46,7 @@ class SlotInfo:
     restart_lsn: int | None
     confirmed_flush_lsn: int | None
     wal_status: str | None  # reserved, extended, unreserved (about to be lost) or lost; None before PostgreSQL 13
-    invalidation_reason: str | None  # Why it is lost, if the server says so (version 16 and later)
+    invalidation_reason: str | None  # Why it is lost, if the server gives a reason (version 16 and later)
     retained_bytes: int | None  # WAL that this slot keeps on the server
     lag_bytes: int | None  # WAL written since the confirmed position
 
@@ -224,6 +224,8 @@ def _explain_creation(error: psycopg.Error, name: str) -> PgcdcError:
         return SourceError(f"cannot create slot {name}: {text}", "Run as superuser: ALTER ROLE ... REPLICATION")
     if not error.sqlstate or error.sqlstate.startswith(("57", "08")):
         return ConnectionLost(f"the connection ended while slot {name} was created: {text}", "Start again")
+    if isinstance(error, errors.SerializationFailure):
+        return SourceError(f"cannot create slot {name}: {text}", "Too many transactions are open. Start again")
     return SourceError(f"cannot create slot {name}: {text}")
 
 

@@ -29,7 +29,7 @@ MISSING = "a part of its log is missing"
 
 
 class Unusable(Exception):
-    """The cache cannot be brought to where the stream resumes. An empty text means that there is no cache."""
+    """The cache cannot be brought to where the stream resumes. An empty text means that no cache exists."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -226,7 +226,7 @@ class Layout(Generic[_M]):
 
     tag: int
     name: str
-    make: Callable[..., _M]  # Gets the fields in order; values that are None are skipped
+    make: Callable[..., _M]  # Gets the fields in order; None is skipped
     fields: Readers
 
     def __call__(self, data: bytes | memoryview, lsn: int = 0) -> _M:
