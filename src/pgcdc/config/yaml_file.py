@@ -27,11 +27,11 @@ _WORDS = (
     (
         r"mapping values",
         "a colon is not expected here",
-        "Quote a value that has `: ` in it; else look at the line above",
+        "Quote a value that has `: ` in it; otherwise check the line above",
     ),
     (r"character '\\t'", "there is a tab", "Indent with spaces"),
     (r"cannot start any token", "a value cannot begin with this character", "Quote the value"),
-    (r"<block end>", "this does not go on from the line above", "Indent it like its neighbours; quote a whole value"),
+    (r"<block end>", "this does not continue the line above", "Indent it like its neighbours; quote a whole value"),
     (
         r"',' or ']'",
         "the list that begins here does not end",

@@ -52,7 +52,7 @@ def check_sql(spark: SparkSession, what: str, transform: Transform) -> None:
         if plan.subqueriesAll().nonEmpty() and _joins(plan):
             raise ConfigError(
                 f"{what}: {text} joins the events with another table",
-                "A join would lose their order. A subquery may give one value, the same for every event; "
+                "A join would lose their order. A subquery may return a single value, the same for every event; "
                 "compare with a list by IN ('a', 'b')",
             )
 

@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 
 from pgcdc.core.errors import PgcdcError
 from pgcdc.core.position import Position
+from pgcdc.core.wording import counted
 from pgcdc.event.batch import Batch, split_forms
 from pgcdc.event.columns import CHANGEABLE, EVENT_COLUMNS, KEY_COLUMNS, SHAPE_COLUMNS, ColumnReader
 from pgcdc.event.edits import SimpleChain, dump_chains
@@ -273,7 +274,7 @@ def _check_order(asked: pa.Table, positions: pa.ChunkedArray) -> None:
     events = pc.utf8_slice_codeunits(positions, 0, POSITION_CHARACTERS).to_pylist() if texts is not None else None
     if len(asked) != len(positions) or texts != events:
         raise PgcdcError(
-            f"Spark returned {len(asked)} rows for {len(positions)} events, or in another order",
+            f"Spark answered for {counted(len(asked), 'row')} of {counted(len(positions), 'event')}, or in another order",
             "Look for what changes Spark's plans, such as an extension. Nothing was delivered of this batch",
         )
 
