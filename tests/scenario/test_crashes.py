@@ -156,7 +156,7 @@ def test_an_exception_at_every_step_of_the_driver_restarts_the_query_without_los
         traffic.stop()
         listener.wait_delivered()
         assert listener.stop() == 0, listener.said()
-    begun, over = (listener.said().count(what) for what in ("starting the query again in", "the query runs again"))
+    begun, over = (listener.said().count(what) for what in ("restarting the query in", "the query runs again"))
     assert begun >= over > 0
     check_equal(listener)
     assert watch.violations == []

@@ -73,7 +73,7 @@ def test_a_run_can_be_watched_is_locked_follows_new_tables_and_stops_in_order(
     assert capture is not None
     os.kill(capture, signal.SIGKILL)
     wait_until(lambda: "the capture runs again after" in listener.said(), 30, "it is said while nothing is delivered")
-    ended = r"pgcdc: [\d-]+ [\d:]+ the capture process ended \(killed by signal 9\): starting it again\n"
+    ended = r"[\d-]+ [\d:]+ pgcdc: the capture process ended \(killed by signal 9\): starting it again\n"
     assert re.search(ended, listener.said())
     began = report["phase_since"]
     wait_until(lambda: read_status(listener.state.path)["capture_since"] > began, 10, "status knows since when")

@@ -204,13 +204,13 @@ def test_a_query_names_the_detector_and_its_events_their_source(tmp_path: Path) 
 
 def test_other_settings_are_another_log(tmp_path: Path) -> None:
     Reader(tmp_path, RateOptions())
-    with pytest.raises(GapError, match="others: rate_seed"):
+    with pytest.raises(GapError, match="other settings: rate_seed"):
         Reader(tmp_path, RateOptions(rate_seed=2))
 
 
 def test_an_unknown_source_is_refused_with_the_list_and_what_is_nearest() -> None:
     assert source_names() == ["postgres", "rate"]
-    with pytest.raises(ConfigError, match="no source 'rat'") as caught:
+    with pytest.raises(ConfigError, match="source 'rat' does not exist") as caught:
         find_source("rat")
     assert caught.value.advice == "Did you mean rate? Known sources: postgres, rate"
     with pytest.raises(ConfigError, match="detector") as wrong:
