@@ -117,7 +117,7 @@ def test_a_table_without_columns_keeps_its_number_of_rows(mirror: Mirror) -> Non
     at_target(mirror, "DELETE FROM bag")
     mirror.run("DELETE FROM bag")
     mirror.settle()
-    assert [one.partition(":")[0] for one in mirror.said if "not at the target" in one] == ["table bag"]
+    assert [one.partition(":")[0] for one in mirror.said if "not found at the target" in one] == ["table bag"]
     assert mirror.dead_letters() == []
     at_target(mirror, "INSERT INTO bag DEFAULT VALUES")
     mirror.runner.holds.add(

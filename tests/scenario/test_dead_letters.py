@@ -110,7 +110,7 @@ def test_refused_event_is_in_the_dead_letters_once_after_kill_9_and_comes_again(
     wait_until(
         lambda: ask(child.state.run_lock, {"do": "status"})["lanes"][0]["dead_letters"] == 1, 10, "status counts"
     )
-    assert b"refused an event" in child.log.read_bytes()
+    assert b"refused 1 event" in child.log.read_bytes()
     shown = child.dlq("list", "--json")
     assert [one["operation"] for one in json.loads(shown.stdout)] == ["INSERT", "INSERT"], shown.stderr
     refused = child.dlq("replay")  # through the run: it refuses them once more

@@ -188,7 +188,7 @@ def test_adapters_come_and_go_while_it_runs(start: Callable[..., Run], writer: W
     with pytest.raises(GapError, match="the others continued"):
         run.sinks["late"] = TestSink(run.folder, "late")
         run.add_adapter(adapters.noop(name="late"))
-    with pytest.raises(ConfigError, match="no adapter 'late'"):
+    with pytest.raises(ConfigError, match="adapter 'late' does not exist"):
         run.remove_adapter("late")
     run.end()
     assert run.seen.keys("a") == list(range(1, 11))

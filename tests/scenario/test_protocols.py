@@ -345,7 +345,7 @@ def test_origin_none_leaves_out_what_came_from_elsewhere_streamed_or_not(stream:
     replicate(stream, "INSERT INTO t VALUES (-1, 'theirs')", "BEGIN", rows(900), "COMMIT")
     stream.execute("INSERT INTO t VALUES (-2, 'ours')", "BEGIN", rows(900, 2001), "COMMIT")
     if stream.server.version < 16:
-        with pytest.raises(SourceError, match="the option origin needs PostgreSQL 16, and this server is 15"):
+        with pytest.raises(SourceError, match="the option origin needs PostgreSQL 16, but this server is 15"):
             stream.read(slot, origin="none")
         assert len(stream.read(slot).changes) == 1802
         return

@@ -142,7 +142,9 @@ def test_no_python_worker_reads_in_the_thread_of_a_query(spark: SparkSession, mo
 
 
 def test_a_run_goes_on_the_ordinary_way_and_says_so_if_spark_is_not_as_it_was(tmp_path: Path) -> None:
-    program = "from pgcdc.spark import quick; quick._CLASSES = 'class X { Gone it; }'; import pgcdc.__main__"
+    program = (
+        "from pgcdc.spark import quick; quick._CLASSES = 'class X { Gone it; }'; import pgcdc.__main__ as m; m.run()"
+    )
     output = tmp_path / "events.jsonl"
     command = [
         *(sys.executable, "-c", program, "listen", "--once", "--detector", "rate", "--rate-transactions", "20"),

@@ -207,7 +207,7 @@ def test_more_and_fewer_columns_and_a_missing_table_are_said(postgres: EmbeddedP
         mirror.execute("ALTER TABLE items ADD COLUMN ours int, DROP COLUMN at")
         one = flow.check()["mirror/items"]
         assert one.different == 1000 and one.notes == [
-            "table items at the target has no column at: NULL is compared there",
+            "table items at the target has no column at, so NULL is compared there",
             "table items at the target also has ours: not compared",
         ]
         mirror.execute("DROP TABLE items")
@@ -285,7 +285,7 @@ def test_wrong_names_and_targets_are_refused(postgres: EmbeddedPostgres, tmp_pat
     with mirrored(postgres, tmp_path, ITEMS, specs=[adapter("noop")]) as (flow, _):
         for options, text in (
             ({"tables": ("nothing",)}, "table nothing is not captured"),
-            ({"adapters": ("mirrow",)}, "there is no adapter mirrow"),
+            ({"adapters": ("mirrow",)}, "adapter mirrow does not exist"),
             ({"adapters": ("noop",)}, "cannot be read back.*pg_table in mode apply, file, redis in mode sync"),
         ):
             with pytest.raises(PgcdcError, match=text):
@@ -315,7 +315,7 @@ def test_two_at_once_are_refused(postgres: EmbeddedPostgres, tmp_path: Path) -> 
         lock = Lock(flow.state.path / "verify.lock")
         assert lock.acquire() is not None
         lock.write({"pid": 4711})
-        with pytest.raises(StateError, match=r"another verify .* runs \(process 4711\)"):
+        with pytest.raises(StateError, match=r"another verify .* is running \(process 4711\)"):
             flow.verify()
         lock.release()
         assert flow.verify().exit_code == 0

@@ -189,7 +189,9 @@ def test_consumer_has_one_exclusive_reader_until_that_one_leaves(loop: Loop, cli
     with contextlib.closing(ControlClient(loop.server.address)) as first:
         first.join("reports", exclusive=True)
         first.join("reports", exclusive=True)
-        with pytest.raises(ConfigError, match=r"'reports' is read by another query\. .*option\('consumer', ...\)"):
+        with pytest.raises(
+            ConfigError, match=r"another query already reads consumer 'reports'\. .*option\('consumer', ...\)"
+        ):
             client.join("reports", exclusive=True)
         client.join("reports")
         client.join("others", exclusive=True)

@@ -425,7 +425,7 @@ def test_what_is_said_of_an_adapter_that_moves(lanes: Lanes, tmp_path: Path) -> 
     moves.leave(failing, at(0), None)
     assert lanes.status()[1]["last_error"] == "the disk is full"
     moves.leave(moves.members["a"], at(0), None)
-    assert [text[20:].split(":")[0] for text in said] == ["adapter b failed (the disk is full)", "adapter a is slow"]
+    assert [text.split(":")[0] for text in said] == ["adapter b failed (the disk is full)", "adapter a is slow"]
 
 
 def commit(lane: Lane, end: Position) -> None:

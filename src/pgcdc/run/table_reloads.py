@@ -68,7 +68,7 @@ class TableReloads:
                 done = [member.submit_other(partial(member.sink.hold, held)) for member in keyed]
                 self._handed_over[one["id"]] = done
                 for member in keyed:
-                    self._say(f"adapter {member.name}: table {one['table']} has no key. All of it is read again")
+                    self._say(f"adapter {member.name}: table {one['table']} has no key. It is read again as a whole")
             elif (done := self._handed_over[one["id"]]) and all(write.done() for write in done):
                 if any(write.exception() for write in done):
                     del self._handed_over[one["id"]]
@@ -135,7 +135,7 @@ def find_tables(
     for adapter in adapters:
         if not (state.acks / f"{adapter}.json").exists():
             names = ", ".join(sorted(one.stem for one in state.acks.glob("*.json"))) or "none"
-            raise ConfigError(f"{state.path} has no adapter {adapter!r}", f"Known adapters: {names}")
+            raise ConfigError(f"adapter {adapter!r} does not exist in {state.path}", f"Known adapters: {names}")
     return wanted
 
 
