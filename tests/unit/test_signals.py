@@ -6,9 +6,11 @@ import os
 import signal
 from collections.abc import Iterator
 
+import psutil
 import pytest
 
 from pgcdc.core.signals import on_end_signals
+from pgcdc.spark import session
 
 
 @pytest.fixture(autouse=True)
@@ -17,6 +19,17 @@ def handlers() -> Iterator[None]:
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+def test_a_child_that_would_start_spark_is_ended_before_it_does() -> None:
+    before = {process.pid for process in session._children()}
+    child = os.fork()
+    if not child:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.pause()
+        os._exit(0)
+    session._end_launched(before)
+    assert not psutil.pid_exists(child)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

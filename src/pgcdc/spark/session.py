@@ -256,13 +256,21 @@ def _children() -> list[psutil.Process]:
 
 
 def _end_launched(before: set[int]) -> None:
-    """End the scripts and JVMs started since `before`. They have Spark's name in their command lines."""
-    launched = []
+    """End the scripts and JVMs started since `before`. They have Spark's name in their command lines; a child that was
+    forked a moment ago still has ours, and would ignore SIGTERM."""
+    launched, ours = [], psutil.Process().cmdline()
     for process in _children():
         with contextlib.suppress(psutil.Error):
-            if process.pid not in before and any("spark" in word for word in process.cmdline()):
-                launched.append(process)
+            if process.pid in before:
+                continue
+            command = process.cmdline()
+            if command == ours:
+                process.kill()
+            elif any("spark" in word for word in command):
                 process.terminate()
+            else:
+                continue
+            launched.append(process)
     _, alive = psutil.wait_procs(launched, END_TIMEOUT_S)
     for process in alive:
         with contextlib.suppress(psutil.Error):
