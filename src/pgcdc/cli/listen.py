@@ -67,6 +67,10 @@ def _stop_on_signals(pipeline: Pipeline) -> None:
             raise StopNow
 
     on_end_signals(handle)
+    show = (
+        sys.unraisablehook
+    )  # Python prints what a signal raises in a callback of the interpreter; `stop` holds anyway
+    sys.unraisablehook = lambda one: None if isinstance(one.exc_value, StopNow) else show(one)
 
 
 def playground(

@@ -103,6 +103,11 @@ class Driver:
         self._phase, self._since = "starting", time.time()
         self._last_error: dict[str, str] | None = None
 
+    @property
+    def is_starting(self) -> bool:
+        """Whether nothing can be in flight yet, so that `run` may be interrupted anywhere."""
+        return self._phase in ("starting", "starting Spark", "warming up")
+
     def drive(self) -> None:
         """The whole run. Raises the error that ended it."""
         lock = Lock(self.state.run_lock)
@@ -110,9 +115,11 @@ class Driver:
             check_java()
             self._prepare(lock)
             self._run()
-        except StopNow:
-            self._say("stopped before anything was read")
-        except Exception as raised:
+        except (StopNow, Exception) as raised:
+            # Where Python or Spark swallows StopNow, something else fails because of it.
+            if isinstance(raised, StopNow) or (self._stop.is_set() and self.is_starting):
+                self._say("stopped before anything was read")
+                return
             error = raised if isinstance(raised, PgcdcError) else explain_end(raised)
             if error is None:
                 raise
@@ -232,9 +239,10 @@ class Driver:
             self._start_spark()
         if self.config.warm_up and not self.config.once:
             self._warm_up()
-        if not self._stop.is_set():
-            self._stream()
-            self._finish()
+        if self._stop.is_set():
+            raise StopNow
+        self._stream()
+        self._finish()
 
     def _spark_options(self) -> dict[str, str]:
         return write_options(self.config)

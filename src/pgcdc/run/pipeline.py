@@ -55,11 +55,6 @@ class Pipeline(Driver):
     def phase(self) -> str:
         return self._phase
 
-    @property
-    def is_starting(self) -> bool:
-        """Whether nothing can be in flight yet, so that `run` may be interrupted anywhere."""
-        return self._phase in ("starting", "starting Spark", "warming up")
-
     def run(self) -> None:
         """Run until stopped, or (with `once`) until everything committed by now is delivered and confirmed."""
         if self._is_begun:
