@@ -7,9 +7,10 @@ import re
 from datetime import UTC, datetime, timedelta
 
 import pytest
+import typer
 
 from pgcdc.cli.flags import EPILOG
-from pgcdc.cli.report import CopyProgress
+from pgcdc.cli.report import CopyProgress, exit_on_error
 from pgcdc.config import load_config
 from pgcdc.core import log
 from pgcdc.core.errors import ConfigError, ConfigErrors, SinkError
@@ -39,7 +40,9 @@ def test_json_is_one_object_a_line_with_what_it_is_about(capsys: pytest.CaptureF
     tell("audit", "recovered after 3 s\nand more")
     log.say('warning: table public."Order Items": no column é')
     log.say("adapter audit: table t cannot be read again")
-    log.say_error(ConfigErrors.of([ConfigError("adapter x does not exist", "Add it"), ConfigError("no table")]))
+    both = [ConfigError("adapter x does not exist", "Add it"), ConfigError("no table")]
+    with pytest.raises(typer.Exit), exit_on_error():
+        raise ConfigErrors.of(both)
     lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
     for line in lines:
         assert abs(datetime.now(UTC) - datetime.fromisoformat(line.pop("time"))) < timedelta(seconds=5)

@@ -9,7 +9,7 @@ import time
 from datetime import UTC, datetime
 from typing import Literal
 
-from pgcdc.core.errors import ConfigErrors, PgcdcError
+from pgcdc.core.errors import PgcdcError
 
 __all__ = ["Format", "begin_log", "is_json", "say", "say_error"]
 
@@ -43,12 +43,11 @@ def say(text: str, *, adapter: str = "") -> None:
 
 
 def say_error(error: PgcdcError) -> None:
-    """What happened and what to do, in one line; several errors have one each."""
-    for one in (isinstance(error, ConfigErrors) and error.errors) or (error,):
-        if is_json():
-            _print_json("error", one.message, one.advice, "")
-        else:
-            print(_stamp() + " ".join(f"error: {one}".split()), file=sys.stderr, flush=True)
+    """What happened and what to do, in one line."""
+    if is_json():
+        _print_json("error", error.message, error.advice, "")
+    else:
+        print(_stamp() + " ".join(f"error: {error}".split()), file=sys.stderr, flush=True)
 
 
 def _stamp() -> str:
